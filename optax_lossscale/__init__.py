@@ -1,0 +1,48 @@
+"""Loss scaling for Optax, as pure functions on a small pytree."""
+
+from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
+from optax_lossscale._rules import (
+    LossScale,
+    dynamic_loss_scale,
+    no_loss_scale,
+    static_loss_scale,
+)
+from optax_lossscale._state import (
+    LossScaledState,
+    LossScaleState,
+    find_loss_scale_state,
+    get_loss_scale,
+    set_loss_scale,
+)
+from optax_lossscale._telemetry import (
+    LossScaleStalledError,
+    loss_scale_metrics,
+    raise_if_stalled,
+)
+from optax_lossscale._transform import adopt_inner_state, loss_scaled
+from optax_lossscale._tree import all_finite, max_magnitude, scale, unscale
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LossScale",
+    "LossScaleStalledError",
+    "LossScaleState",
+    "LossScaledState",
+    "adopt_inner_state",
+    "all_finite",
+    "dynamic_loss_scale",
+    "find_loss_scale_state",
+    "get_loss_scale",
+    "loss_scale_metrics",
+    "loss_scaled",
+    "max_magnitude",
+    "no_loss_scale",
+    "raise_if_stalled",
+    "scale",
+    "scaled_grad",
+    "scaled_value_and_grad",
+    "set_loss_scale",
+    "static_loss_scale",
+    "unscale",
+]

@@ -1,0 +1,129 @@
+"""Differentiate a scaled loss, and report the true one."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_lossscale._state import PyTree, get_loss_scale
+from optax_lossscale._tree import scale
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **jax_kwargs: Any,
+) -> Callable[..., Any]:
+    """As `jax.value_and_grad`: the true loss, and the gradients of the scaled one.
+
+    With loss scale `s`,
+
+        loss = fun(x),    grads = d(widen(fun(x)) * s) / dx
+
+    where `widen` casts to float32 what is narrower. The gradients are for
+    `loss_scaled(...).update`, or for `unscale`. The loss comes out beside the
+    differentiation, so it cannot overflow, and has its own dtype.
+
+    A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
+    itself, in float16, where `2**16` is infinity. So take the mean in float32:
+    `per_example.astype(jnp.float32).mean()`.
+
+    Args:
+      fun: A function with a scalar floating result, or with `has_aux` a pair of it
+        and auxiliary data.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      argnums: As in `jax.value_and_grad`.
+      has_aux: As in `jax.value_and_grad`.
+      **jax_kwargs: Further keyword arguments of `jax.value_and_grad`.
+
+    Returns:
+      A function of the same arguments as `fun` with result `(loss, grads)`, or with
+      `has_aux` `((loss, aux), grads)`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: JAX's own, for example for a loss that is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(1024.0).init()
+      >>> ols.scaled_value_and_grad(lambda x: x**2, state)(jnp.float32(3.0))
+      (Array(9., dtype=float32), Array(6144., dtype=float32))
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    get_loss_scale(state)  # Raises here rather than at the first call.
+
+    @functools.wraps(fun, updated=())
+    def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if not has_aux:
+            return scale(result, state), result
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            return result  # Not a pair: JAX says so in its own words.
+        return scale(result[0], state), tuple(result)
+
+    value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)
+
+    @functools.wraps(fun, updated=())
+    def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        (_, value), grads = value_and_grad(*args, **kwargs)
+        return value, grads
+
+    return true_value_and_scaled_grad
+
+
+def scaled_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **jax_kwargs: Any,
+) -> Callable[..., Any]:
+    """As `jax.grad`: the gradients of the scaled loss.
+
+    With loss scale `s`,
+
+        grads = d(widen(fun(x)) * s) / dx
+
+    as in `scaled_value_and_grad`, which says more.
+
+    Args:
+      fun: A function with a scalar floating result, or with `has_aux` a pair of it
+        and auxiliary data.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      argnums: As in `jax.grad`.
+      has_aux: As in `jax.grad`.
+      **jax_kwargs: Further keyword arguments of `jax.grad`.
+
+    Returns:
+      A function of the same arguments as `fun` with result `grads`, or with
+      `has_aux` `(grads, aux)`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: JAX's own, for example for a loss that is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(1024.0).init()
+      >>> ols.scaled_grad(lambda x: x**2, state)(jnp.float32(3.0))
+      Array(6144., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    value_and_grad = scaled_value_and_grad(fun, state, argnums, has_aux, **jax_kwargs)
+
+    @functools.wraps(fun, updated=())
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_grad(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad

@@ -1,0 +1,361 @@
+"""The rules: how a loss scale answers to finite and to nonfinite gradients."""
+
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._state import (
+    LossScaleState,
+    PyTree,
+    check_number,
+    check_scale,
+)
+
+
+class InitFn(Protocol):
+    """Makes the first state."""
+
+    def __call__(self) -> LossScaleState:
+        """Returns the first state, every field an array of its own."""
+
+
+class AdjustFn(Protocol):
+    """Makes the next state from the verdict on one step's gradients."""
+
+    def __call__(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        grads_max: jax.typing.ArrayLike | None = None,
+    ) -> LossScaleState:
+        """Returns the next state, of the same structure and dtypes."""
+
+
+class LossScale(NamedTuple):
+    """A loss-scaling rule: two pure functions and two static facts.
+
+    As `optax.GradientTransformation`, it holds functions and no arrays; its
+    settings are closed over.
+
+    Attributes:
+      init: `init() -> LossScaleState`.
+      adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, where
+        `grads_finite` is `bool[]`: whether the unscaled gradients were finite,
+        and `grads_max` is `f32[]`: their largest magnitude, infinity when anything
+        is nonfinite.
+      skips: Whether a step with nonfinite gradients is to be skipped. False:
+        `loss_scaled` checks and masks nothing.
+      needs_grads_max: Whether `adjust` must be given `grads_max`.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(2.0**10)
+      >>> state = rule.adjust(rule.init(), grads_finite=False)
+      >>> print(state.loss_scale, state.last_finite, state.total_notfinite)
+      512.0 False 1
+    """
+
+    init: InitFn
+    adjust: AdjustFn
+    skips: bool = True
+    needs_grads_max: bool = False
+
+
+class DynamicRuleState(NamedTuple):
+    """What the classic rule carries beside the scale.
+
+    Attributes:
+      growth_count: `i32[]`, steps. Finite steps since the last growth or nonfinite
+        step.
+      hysteresis_count: `i32[]`, steps. Nonfinite steps still to come before the
+        scale backs off: the one that brings it to 0 does.
+    """
+
+    growth_count: jax.Array
+    hysteresis_count: jax.Array
+
+
+def dynamic_loss_scale(
+    init_scale: float = 2.0**15,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-24,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    hysteresis_refill: Literal["finite", "growth"] = "finite",
+) -> LossScale:
+    """The classic dynamic loss scale: grow while finite, back off when not.
+
+    With scale `s`, finite steps since the last change `n`, and nonfinite steps
+    still tolerated `h`, a finite step does
+
+        n = n + 1
+        if n >= growth_interval:
+            s = min(s * growth_factor, max_scale);  n = 0
+
+    and a nonfinite one
+
+        n = 0;  h = h - 1
+        if h <= 0:
+            s = max(s * backoff_factor, min_scale)
+
+    `h` starts at `hysteresis` and refills to it as `hysteresis_refill` says. So
+    growth comes exactly on the `growth_interval`-th finite step, as in PyTorch,
+    Keras, MindSpore and jmp; Flax's `DynamicScale` is one step later.
+
+    A higher scale keeps small gradients from underflow, and the overflows that it
+    causes now and then cost a skipped step each. Powers of two make scaling exact.
+
+    Args:
+      init_scale: First scale, dimensionless. It may lie outside the bounds, which
+        hold from the first change on. A high one is found out in a few steps; a
+        low one grows slowly.
+      growth_factor: Above 1, dimensionless.
+      backoff_factor: Strictly between 0 and 1, dimensionless.
+      growth_interval: Finite steps from one change to the next growth, at least 1.
+      min_scale: Floor of the scale, at least `2**-126`. Below 1 is legitimate.
+        Divergence shows in `notfinite_count`, not here.
+      max_scale: Cap of the scale, at most `2**126`. With a mean loss the usable
+        scale is about `65504 * batch size`; a float16 scalar loss allows `2**15`.
+      hysteresis: Nonfinite steps that it takes to back off, at least 1. With 2, one
+        bad batch is forgiven.
+      hysteresis_refill: `"finite"`: any finite step refills `h`, so `hysteresis`
+        counts nonfinite steps in a row (apex's kernel); each further one in the row
+        backs off again. `"growth"`: only a growth refills it (Megatron, DeepSpeed).
+
+    Returns:
+      A `LossScale`; its `rule_state` is a NamedTuple `(growth_count,
+      hysteresis_count)` of `i32[]`.
+
+    Raises:
+      ValueError: If a setting is outside its range, or the bounds are inverted.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(8.0, growth_interval=2)
+      >>> state = rule.init()
+      >>> for grads_finite in [True, True, False]:
+      ...     state = rule.adjust(state, grads_finite)
+      ...     print(state.loss_scale)
+      8.0
+      16.0
+      8.0
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures
+      from PyTorch: the scale has a floor and a cap, so it never reaches zero or
+      infinity; the gradients are checked after unscaling; `>=` in place of `==`,
+      so a counter restored under a longer interval still grows.
+    """
+    check_scale("init_scale", init_scale)
+    check_scale("min_scale", min_scale)
+    check_scale("max_scale", max_scale)
+    if min_scale > max_scale:
+        raise ValueError(
+            f"`min_scale` must be at most `max_scale`, got {min_scale} and {max_scale}."
+            " (Did you swap them?)"
+        )
+    _check_factor("growth_factor", growth_factor, 1.0, np.inf)
+    _check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    check_count("growth_interval", growth_interval)
+    check_count("hysteresis", hysteresis)
+    if hysteresis_refill not in ("finite", "growth"):
+        raise ValueError(
+            '`hysteresis_refill` must be "finite" or "growth", got '
+            f"{hysteresis_refill!r}."
+        )
+
+    def init() -> LossScaleState:
+        rule_state = DynamicRuleState(
+            growth_count=jnp.zeros((), jnp.int32),
+            hysteresis_count=jnp.asarray(hysteresis, jnp.int32),
+        )
+        return _first_state(init_scale, rule_state)
+
+    def adjust(
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        grads_max: jax.typing.ArrayLike | None = None,
+    ) -> LossScaleState:
+        del grads_max
+        finite = jnp.asarray(grads_finite, bool)
+        growth_count, hysteresis_count = state.rule_state
+        finite_count = optax.safe_increment(growth_count)
+        tolerated = jnp.maximum(hysteresis_count - 1, 0)
+        grow = finite & (finite_count >= growth_interval)
+        back_off = ~finite & (tolerated == 0)
+
+        grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
+        backed_off = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
+        refill = finite if hysteresis_refill == "finite" else grow
+        return count_step(
+            state,
+            finite,
+            loss_scale=jnp.where(
+                grow, grown, jnp.where(back_off, backed_off, state.loss_scale)
+            ),
+            rule_state=DynamicRuleState(
+                growth_count=jnp.where(finite & ~grow, finite_count, 0),
+                hysteresis_count=jnp.where(
+                    refill,
+                    hysteresis,
+                    jnp.where(finite, hysteresis_count, tolerated),
+                ),
+            ),
+        )
+
+    return LossScale(init, adjust)
+
+
+def static_loss_scale(
+    scale: float,
+    *,
+    skip_nonfinite: bool = True,
+) -> LossScale:
+    """A constant loss scale: `s = scale`, always.
+
+    For those who know a scale that fits the whole run. A nonfinite step is still
+    skipped, and counted, unless `skip_nonfinite=False`, which gives up every check:
+    NaN and infinity then reach the parameters, and only `step_count` moves.
+
+    Args:
+      scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
+      skip_nonfinite: Whether to check, skip and count nonfinite steps.
+
+    Returns:
+      A `LossScale`; its `rule_state` is `()`.
+
+    Raises:
+      ValueError: If `scale` is outside its range.
+      TypeError: If `scale` is not a number.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.static_loss_scale(128.0)
+      >>> state = rule.adjust(rule.init(), grads_finite=False)
+      >>> print(state.loss_scale, state.total_notfinite)
+      128.0 1
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018, use constant scales
+      from 8 to 32768 (https://arxiv.org/abs/1710.03740).
+    """
+    check_scale("scale", scale)
+
+    def init() -> LossScaleState:
+        return _first_state(scale, ())
+
+    return LossScale(init, _hold if skip_nonfinite else _hold_unchecked, skip_nonfinite)
+
+
+def no_loss_scale() -> LossScale:
+    """No loss scale: `s = 1`, and nothing is checked.
+
+    Inside `loss_scaled` the inner optimizer is called as if it stood alone, with no
+    cast, check, mask or adjustment, so the compiled program is the bare one: for
+    float32 and bfloat16 runs of a loop that can also run in float16.
+
+    Returns:
+      A `LossScale`; its `rule_state` is `()`.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> ols.no_loss_scale().init().loss_scale
+      Array(1., dtype=float32)
+
+    References:
+      `jmp.NoOpLossScale` (https://github.com/google-deepmind/jmp).
+    """
+    return LossScale(_init_one, _hold_unchecked, skips=False)
+
+
+def check_count(name: str, value: int) -> None:
+    """Raises unless `value` is a positive number of steps that an `i32` holds."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(
+            f"`{name}` must be an integer, got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if not 1 <= value <= np.iinfo(np.int32).max:
+        raise ValueError(
+            f"`{name}` must be at least 1 and below 2**31, got {value}. "
+            "(It counts steps.)"
+        )
+
+
+def count_step(
+    state: LossScaleState,
+    finite: jax.Array,
+    *,
+    loss_scale: jax.Array,
+    rule_state: PyTree,
+) -> LossScaleState:
+    """Counts one step and puts the rule's own part beside the counts."""
+    return LossScaleState(
+        loss_scale=loss_scale,
+        last_finite=finite,
+        notfinite_count=jnp.where(
+            finite, 0, optax.safe_increment(state.notfinite_count)
+        ),
+        total_notfinite=jnp.where(
+            finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
+        ),
+        step_count=optax.safe_increment(state.step_count),
+        rule_state=rule_state,
+    )
+
+
+def _hold(
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    grads_max: jax.typing.ArrayLike | None = None,
+) -> LossScaleState:
+    del grads_max
+    return count_step(
+        state,
+        jnp.asarray(grads_finite, bool),
+        loss_scale=state.loss_scale,
+        rule_state=state.rule_state,
+    )
+
+
+def _hold_unchecked(
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    grads_max: jax.typing.ArrayLike | None = None,
+) -> LossScaleState:
+    del grads_finite, grads_max
+    return _hold(state, True)
+
+
+def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
+    return LossScaleState(
+        loss_scale=jnp.asarray(init_scale, jnp.float32),
+        last_finite=jnp.asarray(True),
+        notfinite_count=jnp.zeros((), jnp.int32),
+        total_notfinite=jnp.zeros((), jnp.int32),
+        step_count=jnp.zeros((), jnp.int32),
+        rule_state=rule_state,
+    )
+
+
+def _init_one() -> LossScaleState:
+    return _first_state(1.0, ())
+
+
+def _check_factor(name: str, value: float, low: float, high: float) -> None:
+    check_number(name, value)
+    with np.errstate(over="ignore"):
+        factor = np.float32(value)  # What the state is really multiplied by.
+    if not low < factor < high:
+        raise ValueError(
+            f"`{name}` must be strictly between {low:g} and {high:g}, got {value}. "
+            "(Did you pass its reciprocal?)"
+        )

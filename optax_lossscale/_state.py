@@ -1,0 +1,226 @@
+"""The state of a loss scale, and how to find it, by type, in any pytree.
+
+By type, because a name is not enough: a parameter may be called `loss_scale`.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree: TypeAlias = Any
+
+# Beyond 2**126 the reciprocal of a scale is a subnormal, which XLA flushes to
+# zero, and with it every gradient. Below 2**-126 the scale itself is subnormal.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+class LossScaleState(NamedTuple):
+    """The arrays that a loss scale carries from one step to the next.
+
+    Invariants, which every rule of this package keeps:
+
+    * `2**-126 <= loss_scale <= 2**126`: finite, positive, and so is its
+      reciprocal;
+    * `last_finite` is True exactly when `notfinite_count == 0`;
+    * `notfinite_count <= total_notfinite <= step_count`;
+    * every field is strongly typed, keeps its dtype, and is its own buffer.
+
+    Attributes:
+      loss_scale: `f32[]`, dimensionless. What the next loss is multiplied by.
+      last_finite: `bool[]`. False when the last step was skipped.
+      notfinite_count: `i32[]`, steps. Skipped steps in a row, up to now.
+      total_notfinite: `i32[]`, steps. All skipped steps.
+      step_count: `i32[]`, steps. All calls of `adjust`.
+      rule_state: What the rule itself carries: a NamedTuple of arrays, or `()`.
+
+    The counters saturate at `2**31 - 1`.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> state = ols.dynamic_loss_scale(2.0**10).init()
+      >>> print(state.loss_scale, state.last_finite, state.step_count)
+      1024.0 True 0
+
+    References:
+      Field names follow `optax.ApplyIfFiniteState` where it has them.
+    """
+
+    loss_scale: jax.Array
+    last_finite: jax.Array
+    notfinite_count: jax.Array
+    total_notfinite: jax.Array
+    step_count: jax.Array
+    rule_state: PyTree
+
+
+class LossScaledState(NamedTuple):
+    """State of an optimizer wrapped by `loss_scaled`.
+
+    Attributes:
+      loss_scale_state: The `LossScaleState`.
+      inner_state: State of the inner optimizer, as its own `init` makes it.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scaled(optax.sgd(0.1, momentum=0.9))
+      >>> opt_state = tx.init(jnp.ones(2))
+      >>> opt_state.inner_state[0].trace
+      Array([0., 0.], dtype=float32)
+    """
+
+    loss_scale_state: LossScaleState
+    inner_state: PyTree
+
+
+def find_loss_scale_state(tree: PyTree) -> LossScaleState:
+    """Returns the one `LossScaleState` that a pytree holds.
+
+    It is found by its type, never by a field name, wherever it lies: an
+    optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its `opt_state`
+    (whose wrapped arrays come back unwrapped), or a `LossScaleState` itself.
+
+    Args:
+      tree: Any pytree that holds exactly one `LossScaleState`.
+
+    Returns:
+      That state.
+
+    Raises:
+      ValueError: If there is none (it says what to wrap), or several (it names
+        their paths).
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = optax.chain(ols.loss_scaled(optax.adam(1e-3)), optax.scale(0.5))
+      >>> opt_state = tx.init({"loss_scale": jnp.ones(2)})
+      >>> int(ols.find_loss_scale_state(opt_state).step_count)
+      0
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
+    found = [(path, node) for path, node in nodes if _is_state(node)]
+    if not found:
+        raise ValueError(
+            "the tree must hold a LossScaleState, got none in a "
+            f"{type(tree).__name__}. (Wrap the optimizer, "
+            "`loss_scaled(optimizer)`, or make a state with a rule's `init()`. "
+            "`nnx.split`, `nnx.state` and a checkpoint restored without a target "
+            "flatten NamedTuples away: pass the `nnx.Optimizer`, its `opt_state`, "
+            "or restore into a target.)"
+        )
+    if len(found) > 1:
+        paths = ", ".join(f"`{jax.tree_util.keystr(path)}`" for path, _ in found)
+        raise ValueError(
+            f"the tree must hold one LossScaleState, got {len(found)}, at {paths}. "
+            "(Pass the part of the tree that holds the one you mean.)"
+        )
+    return _unwrap(found[0][1])
+
+
+def get_loss_scale(tree: PyTree) -> jax.Array:
+    """Returns the current loss scale, `f32[]`.
+
+    Args:
+      tree: Any pytree that holds exactly one `LossScaleState`.
+
+    Returns:
+      Its `loss_scale`, dimensionless.
+
+    Raises:
+      ValueError: If `tree` holds no `LossScaleState`, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> opt_state = ols.loss_scaled(optax.adam(1e-3)).init(jnp.ones(2))
+      >>> ols.get_loss_scale(opt_state)
+      Array(32768., dtype=float32)
+    """
+    return find_loss_scale_state(tree).loss_scale
+
+
+def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
+    """Returns the same tree with another loss scale; all else is untouched.
+
+    The rule goes on from there with the counters that it has.
+
+    Args:
+      tree: Any pytree that holds exactly one `LossScaleState`.
+      value: The new scale, dimensionless, from `2**-126` to `2**126`. A traced
+        value cannot be refused: where it is outside, the old scale stays.
+
+    Returns:
+      A tree of the same type; dtype, weak type and sharding of the scale stay.
+
+    Raises:
+      ValueError: If `value` is concrete and outside its range, or if `tree`
+        holds no `LossScaleState`, or several.
+      TypeError: If `value` is not a number.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> state = ols.dynamic_loss_scale().init()
+      >>> ols.get_loss_scale(ols.set_loss_scale(state, 256))
+      Array(256., dtype=float32)
+    """
+    find_loss_scale_state(tree)
+    if not isinstance(value, jax.core.Tracer):
+        check_scale("value", value)
+    value = jnp.asarray(value, jnp.float32)
+    in_range = (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
+
+    def replace_scale(node: PyTree) -> PyTree:
+        if not _is_state(node):
+            return node
+        return LossScaleState(
+            loss_scale=jax.tree.map(
+                lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
+                node.loss_scale,
+            ),
+            last_finite=node.last_finite,
+            notfinite_count=node.notfinite_count,
+            total_notfinite=node.total_notfinite,
+            step_count=node.step_count,
+            rule_state=node.rule_state,
+        )
+
+    return jax.tree.map(replace_scale, tree, is_leaf=_is_state)
+
+
+def check_scale(name: str, value: jax.typing.ArrayLike) -> None:
+    """Raises unless every entry of `value` is a usable loss scale."""
+    check_number(name, value)
+    scale = np.asarray(value, np.float64)
+    if not np.all((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)):
+        raise ValueError(
+            f"`{name}` must be positive, finite, and from 2**-126 to 2**126, got "
+            f"{value}. (Outside, the scale or its reciprocal is flushed to zero.)"
+        )
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises unless `value` is a real number, or an array of them."""
+    dtype = np.asarray(value).dtype
+    if not (jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)):
+        raise TypeError(
+            f"`{name}` must be a number, got {value!r} of type {type(value).__name__}."
+        )
+
+
+def _is_state(node: object) -> bool:
+    return isinstance(node, LossScaleState)
+
+
+def _unwrap(state: LossScaleState) -> LossScaleState:
+    """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
+
+    def is_wrapped(node: object) -> bool:
+        return hasattr(node, "__jax_array__")
+
+    unwrapped: LossScaleState = jax.tree.map(
+        lambda node: jnp.asarray(node) if is_wrapped(node) else node,
+        state,
+        is_leaf=is_wrapped,
+    )
+    return unwrapped

@@ -1,0 +1,284 @@
+"""Loss scaling around any Optax optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._masking import (
+    cast_like,
+    state_unless,
+    updates_unless,
+    zeros_unless,
+)
+from optax_lossscale._rules import (
+    LossScale,
+    count_step,
+    dynamic_loss_scale,
+    no_loss_scale,
+)
+from optax_lossscale._state import LossScaledState, LossScaleState, PyTree
+from optax_lossscale._tree import (
+    AxisName,
+    Mask,
+    all_finite,
+    is_floating,
+    max_magnitude,
+    resolve_mask,
+    unscale,
+    wide_dtype,
+)
+
+
+def loss_scaled(
+    inner: optax.GradientTransformation | optax.MultiSteps | None = None,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    unscale_mask: Mask = None,
+    check_updates: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer for gradients of a scaled loss.
+
+    With scaled gradients `g`, loss scale `s` and inner state `m`, one step is
+
+        g = unscale(g, s)
+        finite = all_finite(g)
+        u, m' = inner.update(finite ? g : 0, m)
+        updates = finite ? u : 0
+        m = finite ? m' : m
+        s = adjust(s, finite)
+
+    so a nonfinite step, anywhere, on any device, leaves the parameters and the
+    whole inner state bitwise as they were: moments, counts, schedules. A finite
+    step does what the inner optimizer alone does with the unscaled gradients. The
+    state keeps its structure, dtypes and shardings, so `jit`, `lax.scan` and
+    donation work as without it.
+
+    What clips, decays or accumulates goes inside, where gradients are unscaled:
+    `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`,
+    `loss_scaled(optax.MultiSteps(...))`. Outside, one NaN would poison a
+    `MultiSteps` for ever.
+
+    Args:
+      inner: The optimizer: anything with `init` and `update`. Its state is made for
+        float32 (or wider) parameters, so that with float16 ones no dtype changes.
+        None is `optax.identity()`, which makes a link for `optax.chain`: gradients
+        are unscaled, and zero on a bad step. A link cannot stop the optimizers after
+        it from moving on a bad step (weight decay, momentum, counts), so it is not a
+        skip: prefer to wrap.
+      loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
+        skip, nothing is checked or masked; with `no_loss_scale()`, the program is
+        the inner optimizer's own.
+      axis_name: Name, or tuple of names, of the axes of `pmap` or `shard_map` over
+        which all devices shall agree to skip. Only the verdict crosses devices;
+        gradients are never reduced for you. Under `jit` with sharded arrays there is
+        nothing to name.
+      unscale_mask: As Optax's masks, a pytree of bools that is a prefix of the
+        gradients, or a function from them to one: True where leaves are scaled
+        gradients. The others are neither unscaled nor checked; on a bad step their
+        update is zero like all others.
+      check_updates: Also skip a step whose gradients are finite but whose updates
+        are not, and count it; the scale is left alone.
+
+    Returns:
+      A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
+      takes `grads_finite`, a `bool[]`: an outside verdict, and-ed into its own.
+      Further extra arguments go to the inner optimizer (their floating leaves zero
+      on a bad step); a gradient among them, such as `grad=` of a line search, must be
+      unscaled before.
+
+    Raises:
+      TypeError: If `inner` is no optimizer, or `loss_scale` no `LossScale`.
+      ValueError: From `update`, at trace time: if the gradients' tree is not that of
+        the parameters, or `grads_finite` is not a scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scaled(optax.sgd(0.5))
+      >>> params = jnp.ones(2)
+      >>> opt_state = tx.init(params)
+      >>> grads = ols.scaled_grad(lambda x: (x**2).sum(), opt_state)(params)
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> optax.apply_updates(params, updates)
+      Array([0., 0.], dtype=float32)
+      >>> updates, opt_state = tx.update(grads * jnp.inf, opt_state, params)
+      >>> bool((updates == 0).all()), float(ols.get_loss_scale(opt_state))
+      (True, 16384.0)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740); `torch.amp.GradScaler`;
+      `optax.apply_if_finite`, from which it departs: nonfinite updates are never
+      applied, however many there are in a row.
+    """
+    optimizer = _as_optimizer(inner)
+    rule = dynamic_loss_scale() if loss_scale is None else loss_scale
+    if not isinstance(rule, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a LossScale, got {rule!r} of type "
+            f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
+        )
+    is_bare = rule == no_loss_scale()
+
+    def init(params: optax.Params) -> LossScaledState:
+        inner_params = params if is_bare else jax.tree.map(_widen, params)
+        return LossScaledState(rule.init(), optimizer.init(inner_params))
+
+    def update(
+        grads: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        *,
+        grads_finite: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        loss_scale_state, inner_state = state
+        if is_bare:
+            updates, inner_state = optimizer.update(
+                grads, inner_state, params, **extra_args
+            )
+            return updates, LossScaledState(loss_scale_state, inner_state)
+
+        _check_structure(grads, params)
+        mask = resolve_mask(unscale_mask, grads)
+        grads = unscale(grads, loss_scale_state, mask=mask)
+        verdict = _judge(rule, _where_true(mask, grads), grads_finite, axis_name)
+        finite, *_ = verdict
+        next_loss_scale_state = rule.adjust(loss_scale_state, *verdict)
+        if rule.skips:
+            grads, extra_args = zeros_unless(finite, (grads, extra_args))
+        updates, next_inner_state = optimizer.update(
+            grads, inner_state, params, **extra_args
+        )
+        next_inner_state = cast_like(next_inner_state, inner_state)
+        if rule.skips and check_updates:
+            updates_finite = all_finite(_where_true(mask, updates), axis_name=axis_name)
+            next_loss_scale_state = optax.tree.where(
+                finite & ~updates_finite,
+                _count_skip(loss_scale_state),
+                next_loss_scale_state,
+            )
+            finite &= updates_finite
+        if rule.skips:
+            updates = updates_unless(finite, updates)
+            next_inner_state = state_unless(finite, next_inner_state, inner_state)
+        return updates, LossScaledState(next_loss_scale_state, next_inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def adopt_inner_state(
+    inner_state: optax.OptState, loss_scale: LossScale | None = None
+) -> LossScaledState:
+    """Makes the state of `loss_scaled(inner)` from one that was saved without it.
+
+    The way back is `.inner_state`.
+
+    Args:
+      inner_state: State of the bare optimizer.
+      loss_scale: The rule, as for `loss_scaled`. None is `dynamic_loss_scale()`.
+
+    Returns:
+      A `LossScaledState`, at the start of its rule.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> optimizer = optax.adam(1e-3)
+      >>> saved = optimizer.init(jnp.ones(2))
+      >>> ols.get_loss_scale(ols.adopt_inner_state(saved))
+      Array(32768., dtype=float32)
+    """
+    rule = dynamic_loss_scale() if loss_scale is None else loss_scale
+    return LossScaledState(rule.init(), inner_state)
+
+
+def _as_optimizer(
+    inner: optax.GradientTransformation | optax.MultiSteps | None,
+) -> optax.GradientTransformationExtraArgs:
+    if inner is None:
+        inner = optax.identity()
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"`inner` must be an optimizer with `init` and `update`, got {inner!r} of "
+            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _widen(param: PyTree) -> PyTree:
+    """A parameter as the inner optimizer's `init` shall see it: strong, wide."""
+    if not is_floating(param):
+        return param
+    dtype = wide_dtype(jnp.result_type(param))
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+    return jnp.asarray(param, dtype)
+
+
+def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return
+
+    def is_absent(node: PyTree) -> bool:
+        return node is None or isinstance(node, optax.MaskedNode)
+
+    def is_matched(grad: PyTree, param: PyTree) -> bool:
+        return is_absent(grad) or jax.tree_util.all_leaves([param])
+
+    try:
+        matched = jax.tree.map(is_matched, grads, params, is_leaf=is_absent)
+    except ValueError as error:
+        raise ValueError(
+            "`grads` must have the tree structure of `params`. (Are they gradients "
+            f"with respect to other arguments?) {error}"
+        ) from error
+    if not all(jax.tree.leaves(matched)):
+        raise ValueError(
+            "`grads` must have the tree structure of `params`, got a leaf where there "
+            "is a subtree. (Are they gradients with respect to other arguments?)"
+        )
+
+
+def _where_true(mask: PyTree, tree: PyTree) -> PyTree:
+    """The parts of a tree where the mask is True, None elsewhere."""
+    return jax.tree.map(lambda keep, part: part if keep else None, mask, tree)
+
+
+def _judge(
+    rule: LossScale,
+    grads: optax.Updates,
+    grads_finite: jax.typing.ArrayLike | None,
+    axis_name: AxisName | None,
+) -> tuple[jax.Array, ...]:
+    """What `rule.adjust` shall know of the gradients; first, whether all is finite."""
+    if not (rule.skips or rule.needs_grads_max):
+        return (jnp.asarray(True),)
+    outside = None
+    if grads_finite is not None:
+        if jnp.shape(grads_finite) != ():
+            raise ValueError(
+                "`grads_finite` must be a scalar, got shape "
+                f"{jnp.shape(grads_finite)}. (Did you mean `all_finite(...)`?)"
+            )
+        # As one more leaf it costs no reduction of its own, on or across devices.
+        outside = jnp.where(grads_finite, 0.0, jnp.inf)
+    if not rule.needs_grads_max:
+        return (all_finite((grads, outside), axis_name=axis_name),)
+    grads_max = max_magnitude((grads, outside), axis_name=axis_name)
+    return jnp.isfinite(grads_max), grads_max
+
+
+def _count_skip(state: LossScaleState) -> LossScaleState:
+    """Counts a skip that the loss scale is not to blame for."""
+    return count_step(
+        state,
+        jnp.asarray(False),
+        loss_scale=state.loss_scale,
+        rule_state=state.rule_state,
+    )

@@ -1,0 +1,215 @@
+"""Functions on pytrees: scale, unscale, and the check.
+
+What each kind of leaf means, here and in the wrapper:
+
+* float16, bfloat16, float8, float32: computed in float32; float64 in float64;
+* complex: real and imaginary part, each as above;
+* integer, bool, `float0`, keys and other extended dtypes: passed through as they
+  are, always finite;
+* `None`, `optax.MaskedNode`: no leaves. Empty arrays: finite, magnitude zero.
+"""
+
+from collections.abc import Callable, Hashable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale._state import PyTree, get_loss_scale
+
+# One axis, or several, of pmap, vmap or shard_map.
+AxisName = Hashable
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+def scale(tree: PyTree, state: PyTree) -> PyTree:
+    """Multiplies every floating leaf by the loss scale.
+
+    With loss scale `s`, for every floating leaf `x`,
+
+        scale(x) = widen(x) * s
+
+    where `widen` casts to float32 what is narrower: in float16 a loss of 3 times
+    `2**15` is infinity already.
+
+    Args:
+      tree: Usually a scalar loss. Floating leaves of any shape; others pass
+        through unchanged.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+
+    Returns:
+      The tree, its floating leaves float32 or wider.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(2.0**15).init()
+      >>> ols.scale(jnp.float16(3.0), state)
+      Array(98304., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    return _multiply(tree, get_loss_scale(state))
+
+
+def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
+    """Divides the loss scale out of every floating leaf.
+
+    With loss scale `s`, for every floating leaf `x`,
+
+        unscale(x) = widen(x) * (1 / s)
+
+    where `widen` casts to float32 what is narrower, and does so first: divided in
+    float16, small gradients would be flushed to zero after all. The reciprocal
+    is exact for powers of two; other scales may round once more than a division.
+
+    Args:
+      tree: Gradients of a scaled loss. Floating leaves of any shape; others pass
+        through unchanged.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      mask: As Optax's masks, a pytree of bools that is a prefix of `tree`, or a
+        function from `tree` to one: True where leaves are scaled gradients. The
+        others are returned untouched. None means True everywhere.
+
+    Returns:
+      The tree, its floating leaves float32 or wider.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(2.0**15).init()
+      >>> ols.unscale(jnp.float16(98304.0 / 2), state)
+      Array(1.5, dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    loss_scale = get_loss_scale(state)
+
+    def unscale_part(is_scaled: bool, part: PyTree) -> PyTree:
+        return _multiply(part, loss_scale, reciprocal=True) if is_scaled else part
+
+    return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
+
+
+def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
+    """Whether no leaf holds a NaN or an infinity.
+
+        all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
+
+    Args:
+      tree: Leaves of any dtype and shape. An empty tree is finite, and so is
+        every leaf that is not floating.
+      axis_name: Name, or tuple of names, of the axes of `pmap`, `vmap` or
+        `shard_map` over which all devices shall agree. Only the answer crosses
+        devices.
+
+    Returns:
+      `bool[]`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> print(ols.all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
+      False
+    """
+    finite = jnp.asarray(True)
+    for leaf in jax.tree.leaves(tree):
+        if is_floating(leaf):
+            finite &= jnp.isfinite(_widen(leaf)).all()
+    return finite if axis_name is None else lax.pmin(finite, axis_name)
+
+
+def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
+    """The largest magnitude in the tree, infinity when anything is nonfinite.
+
+        max_magnitude(tree) = max(isnan(x) ? inf : abs(x) for every entry x)
+
+    NaN becomes infinity before the reduction, because a maximum over devices
+    drops NaN. A complex entry counts by the larger of its parts; a finite float64
+    beyond float32's range counts as `finfo(float32).max`.
+
+    Args:
+      tree: Leaves of any dtype and shape. An empty tree has magnitude 0, and so
+        has every leaf that is not floating.
+      axis_name: Name, or tuple of names, of the axes of `pmap`, `vmap` or
+        `shard_map` over which all devices shall agree. Only the answer crosses
+        devices.
+
+    Returns:
+      `f32[]`, in the unit of the leaves, from 0 to infinity.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> ols.max_magnitude([jnp.array([1.0, -3.0]), jnp.zeros(0)])
+      Array(3., dtype=float32)
+      >>> ols.max_magnitude([jnp.array([1.0, jnp.nan])])
+      Array(inf, dtype=float32)
+    """
+    largest = jnp.zeros((), jnp.float32)
+    for leaf in jax.tree.leaves(tree):
+        if is_floating(leaf):
+            largest = jnp.maximum(largest, _leaf_magnitude(leaf))
+    return largest if axis_name is None else lax.pmax(largest, axis_name)
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether a leaf is a floating or complex array or number."""
+    if isinstance(leaf, float | complex):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype itself, or float32 where that is wider."""
+    # Not promote_types, which knows no path from float8 to float32.
+    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
+def resolve_mask(mask: Mask, tree: PyTree) -> PyTree:
+    """A mask as a pytree of bools that is a prefix of `tree`."""
+    if mask is None:
+        return True
+    return mask(tree) if callable(mask) else mask
+
+
+def _widen(leaf: jax.typing.ArrayLike) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return array.astype(wide_dtype(array.dtype))
+
+
+def _multiply(
+    tree: PyTree, loss_scale: jax.Array, *, reciprocal: bool = False
+) -> PyTree:
+    def multiply(leaf: PyTree) -> PyTree:
+        if not is_floating(leaf):
+            return leaf
+        array = _widen(leaf)
+        factor = loss_scale.astype(jnp.finfo(array.dtype).dtype)
+        factor = 1 / factor if reciprocal else factor
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            # A complex product would turn an infinite part into NaN in the other.
+            return lax.complex(array.real * factor, array.imag * factor)
+        return array * factor
+
+    return jax.tree.map(multiply, tree)
+
+
+def _leaf_magnitude(leaf: jax.typing.ArrayLike) -> jax.Array:
+    array = _widen(leaf)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return jnp.maximum(_leaf_magnitude(array.real), _leaf_magnitude(array.imag))
+    magnitude = jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))
+    largest = jnp.max(magnitude, initial=0)
+    float32_max = jnp.finfo(jnp.float32).max.astype(array.dtype)
+    in_range = jnp.where(
+        jnp.isfinite(largest), jnp.minimum(largest, float32_max), largest
+    )
+    return in_range.astype(jnp.float32)

@@ -1,0 +1,173 @@
+"""Finding, getting and setting a loss scale in any pytree."""
+
+import pickle
+
+import flax.linen as nn
+import flax.serialization
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from compare import assert_same_bits, types
+from flax import nnx
+from inner import adam
+
+import optax_lossscale as ols
+
+PARAMS = {"loss_scale": jnp.ones((2, 3)), "b": jnp.zeros(3)}
+TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))
+
+
+def test_state_has_the_documented_fields_and_dtypes():
+    state = ols.dynamic_loss_scale(2.0**10).init()
+    fields = ols.LossScaleState._fields
+    assert fields == (
+        "loss_scale",
+        "last_finite",
+        "notfinite_count",
+        "total_notfinite",
+        "step_count",
+        "rule_state",
+    )
+    dtypes = [leaf.dtype for leaf in state[:5]]
+    assert dtypes == [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+
+
+def test_every_field_of_a_new_state_is_its_own_buffer():
+    leaves = jax.tree.leaves(TX.init(PARAMS).loss_scale_state)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    assert len(pointers) == len(leaves)
+
+
+def test_find_returns_the_state_itself():
+    state = ols.dynamic_loss_scale().init()
+    assert_same_bits(ols.find_loss_scale_state(state), state)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
+        lambda tx: optax.masked(tx, {"loss_scale": True, "b": False}),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.partition(
+            {"on": tx, "off": optax.set_to_zero()}, {"loss_scale": "on", "b": "off"}
+        ),
+    ],
+    ids=["bare", "chain", "masked", "multi_steps", "partition"],
+)
+def test_find_sees_through_optax_and_a_parameter_called_loss_scale(wrap):
+    opt_state = wrap(TX).init(PARAMS)
+    assert ols.get_loss_scale(opt_state) == 2.0**10
+
+
+def test_find_sees_through_a_train_state():
+    state = flax.training.train_state.TrainState.create(
+        apply_fn=nn.Dense(1).apply, params=PARAMS, tx=TX
+    )
+    assert ols.get_loss_scale(state) == 2.0**10
+
+
+def test_find_unwraps_the_arrays_of_an_nnx_optimizer():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    for tree in (optimizer, optimizer.opt_state):
+        state = ols.find_loss_scale_state(tree)
+        assert all(isinstance(leaf, jax.Array) for leaf in state[:5])
+        assert isinstance(state.rule_state.growth_count, jax.Array)
+        assert_same_bits(state, TX.init(PARAMS).loss_scale_state)
+
+
+def test_find_without_a_state_says_what_to_wrap():
+    with pytest.raises(ValueError, match=r"got none in a dict.*`loss_scaled\(optim"):
+        ols.find_loss_scale_state({"a": jnp.ones(2)})
+
+
+def test_find_in_a_split_nnx_optimizer_says_that_nnx_flattens_it():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"`nnx.split`, `nnx.state`.*flatten"):
+        ols.find_loss_scale_state(nnx.state(optimizer))
+
+
+def test_find_with_several_states_names_their_paths():
+    tree = {"gen": TX.init(PARAMS), "critic": (TX.init(PARAMS),)}
+    message = r"got 2, at `\['critic'\]\[0\].loss_scale_state`, `\['gen'\].loss_scale"
+    with pytest.raises(ValueError, match=message):
+        ols.find_loss_scale_state(tree)
+
+
+def test_set_changes_the_scale_alone():
+    opt_state = TX.init(PARAMS)
+    changed = ols.set_loss_scale(opt_state, 4)
+    assert ols.get_loss_scale(changed) == 4.0
+    assert types(changed) == types(opt_state)
+    assert_same_bits(ols.set_loss_scale(changed, 2.0**10), opt_state)
+
+
+def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
+    state = ols.dynamic_loss_scale(2.0**10).init()
+    set_scale = jax.jit(lambda state, value: ols.set_loss_scale(state, value))
+    assert set_scale(state, 8.0).loss_scale == 8.0
+    for value in (0.0, -1.0, np.nan, np.inf, 2.0**127):
+        assert set_scale(state, value).loss_scale == 2.0**10
+
+
+def test_set_rewraps_the_arrays_of_an_nnx_optimizer():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    optimizer.opt_state = ols.set_loss_scale(optimizer.opt_state, 8.0)
+    wrapped = optimizer.opt_state.loss_scale_state.loss_scale
+    assert isinstance(wrapped, nnx.Variable)
+    assert ols.get_loss_scale(optimizer) == 8.0
+
+
+def test_set_gives_every_member_of_a_stacked_state_the_scale():
+    states = jax.vmap(lambda _: ols.dynamic_loss_scale().init())(jnp.arange(3))
+    assert ols.set_loss_scale(states, 8.0).loss_scale.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf, 2.0**127, 1e-45])
+def test_set_refuses_an_unusable_value(value):
+    state = ols.dynamic_loss_scale().init()
+    with pytest.raises(ValueError, match=r"`value` must be positive, finite, and from"):
+        ols.set_loss_scale(state, value)
+
+
+@pytest.mark.parametrize("value", [True, "8", None, 1j])
+def test_set_refuses_what_is_no_number(value):
+    state = ols.dynamic_loss_scale().init()
+    with pytest.raises(TypeError, match=r"`value` must be a number, got"):
+        ols.set_loss_scale(state, value)
+
+
+def moved_state():
+    """A state in which no field has its first value."""
+    opt_state = TX.init(PARAMS)
+    for poison in (1.0, np.nan, 1.0, np.inf):
+        grads = jax.tree.map(lambda p, x=poison: jnp.full_like(p, x), PARAMS)
+        _, opt_state = TX.update(grads, opt_state, PARAMS)
+    return opt_state
+
+
+def test_a_pickled_state_continues():
+    state = moved_state()
+    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
+
+
+def test_flax_serialization_restores_the_state():
+    state = moved_state()
+    encoded = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(TX.init(PARAMS), encoded)
+    assert_same_bits(restored, state)
+
+
+def test_orbax_restores_the_state_into_a_target(tmp_path):
+    state = moved_state()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", TX.init(PARAMS))
+    assert_same_bits(restored, state)

@@ -1,0 +1,432 @@
+"""The wrapper: what a step does, what it refuses, and what reaches the inner one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits, assert_within_ulp, types
+from inner import adam, lenient
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
+GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)
+SCALE = 2.0**10
+RULE = ols.dynamic_loss_scale(SCALE)
+
+
+def scaled(grads, factor=SCALE):
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def poisoned(grads, value=jnp.nan):
+    return {**grads, "b": grads["b"].at[1].set(value)}
+
+
+def spy(seen):
+    """An optimizer that records what it is given, and moves its state."""
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append((updates, extra_args))
+        return updates, state + 1
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
+
+
+def test_a_good_step_is_the_inner_optimizers_own():
+    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
+    expected, inner_state = bare.update(GRADS, bare.init(PARAMS), PARAMS)
+    updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, expected)
+    assert_same_bits(state.inner_state, inner_state)
+    assert state.loss_scale_state.step_count == 1
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_bad_step_moves_the_loss_scale_state_alone(value):
+    tx = ols.loss_scaled(adam(), RULE)
+    _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    updates, after = tx.update(poisoned(scaled(GRADS), value), state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert after.loss_scale_state.loss_scale == SCALE / 2
+    assert not after.loss_scale_state.last_finite
+
+
+def test_gradients_that_overflow_on_unscaling_are_caught():
+    # With a scale below 1 the scaled gradients are finite, the true ones are not.
+    tx = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**-20))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**120), PARAMS)
+    updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert not state.loss_scale_state.last_finite
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+
+
+def test_the_old_scale_unscales_on_a_step_that_grows():
+    # The mpx fault: gradients were divided by the new scale.
+    tx = ols.loss_scaled(
+        optax.sgd(1.0), ols.dynamic_loss_scale(SCALE, growth_interval=1)
+    )
+    updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, jax.tree.map(lambda g: -g, GRADS))
+    assert ols.get_loss_scale(state) == 2 * SCALE
+
+
+def test_the_inner_optimizer_sees_zeros_for_a_bad_step_and_no_nan():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), RULE)
+    grads = poisoned(scaled(GRADS))
+    tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.nan, value_fn=jnp.sum)
+    grads, extra_args = seen[0]
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+    assert extra_args == {"value": 0.0, "value_fn": jnp.sum}
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), RULE)
+    tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS, value=3.0)
+    assert seen[0][1] == {"value": 3.0}
+
+
+def test_extra_arguments_that_the_inner_optimizer_does_not_know_are_dropped():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS, value=3.0)
+
+
+def test_an_outside_verdict_is_anded_in():
+    tx = ols.loss_scaled(adam(), RULE)
+    state = tx.init(PARAMS)
+    updates, bad = tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert ols.get_loss_scale(bad) == SCALE / 2
+    _, good = tx.update(scaled(GRADS), state, PARAMS, grads_finite=jnp.asarray(True))
+    assert good.loss_scale_state.last_finite
+    _, bad = tx.update(poisoned(scaled(GRADS)), state, PARAMS, grads_finite=True)
+    assert not bad.loss_scale_state.last_finite
+
+
+def test_an_outside_verdict_that_is_not_a_scalar_is_refused():
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(ValueError, match=r"`grads_finite` must be a scalar, got sha"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=jnp.ones(3, bool))
+
+
+def record_max(seen):
+    """A rule that needs the largest magnitude."""
+    static = ols.static_loss_scale(SCALE)
+
+    def adjust(state, grads_finite, grads_max=None):
+        seen.append((bool(grads_finite), float(grads_max)))
+        return static.adjust(state, grads_finite)
+
+    return ols.LossScale(static.init, adjust, needs_grads_max=True)
+
+
+def test_a_rule_that_needs_the_largest_gradient_is_given_the_unscaled_one():
+    seen = []
+    tx = ols.loss_scaled(adam(), record_max(seen))
+    state = tx.init(PARAMS)
+    tx.update(scaled(GRADS), state, PARAMS)
+    tx.update(poisoned(scaled(GRADS)), state, PARAMS)
+    tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
+    assert seen == [(True, 1.25), (False, np.inf), (False, np.inf)]
+
+
+def test_a_rule_that_needs_it_but_does_not_skip_lets_nan_through():
+    seen = []
+    rule = record_max(seen)._replace(skips=False)
+    tx = ols.loss_scaled(optax.sgd(1.0), rule)
+    updates, _ = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert seen == [(False, np.inf)]
+    assert jnp.isnan(updates["b"][1])
+
+
+def test_static_without_skipping_unscales_and_checks_nothing():
+    rule = ols.static_loss_scale(SCALE, skip_nonfinite=False)
+    tx = ols.loss_scaled(optax.sgd(1.0), rule, check_updates=True)
+    updates, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates["w"], -GRADS["w"])
+    assert jnp.isnan(updates["b"][1])
+    assert state.loss_scale_state.last_finite
+    assert state.loss_scale_state.step_count == 1
+
+
+def test_no_loss_scale_hands_everything_through_untouched():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), ols.no_loss_scale(), check_updates=True)
+    grads = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    state = tx.init(PARAMS)
+    updates, after = tx.update(grads, state, PARAMS, grads_finite=False, value=1.0)
+    assert seen[0][0] is grads
+    assert seen[0][1] == {"value": 1.0}
+    assert updates is grads
+    assert_same_bits(after.loss_scale_state, state.loss_scale_state)
+    assert after.inner_state.tolist() == [1.0, 1.0]
+
+
+def compiled_text(update, *args):
+    """The computations of the optimized program, without their source positions."""
+    text = jax.jit(update).lower(*args).compile().as_text()
+    computations = re.search(r"^(%|ENTRY).*", text, flags=re.MULTILINE | re.DOTALL)[0]
+    return re.sub(r", metadata=\{[^}]*\}", "", computations)
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.sgd, optax.lion])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_no_loss_scale_compiles_to_the_bare_optimizers_program(make, dtype):
+    bare = lenient(make(0.1))
+    grads = jax.tree.map(lambda g: g.astype(dtype), GRADS)
+
+    def program(rule):
+        tx = ols.loss_scaled(bare, rule)
+
+        def update(grads, inner_state, params):
+            state = ols.LossScaledState(rule.init(), inner_state)
+            updates, state = tx.update(grads, state, params)
+            return updates, state.inner_state
+
+        return compiled_text(update, grads, bare.init(PARAMS), PARAMS)
+
+    def update(grads, inner_state, params):
+        return bare.update(grads, inner_state, params)
+
+    bare_program = compiled_text(update, grads, bare.init(PARAMS), PARAMS)
+    assert "fusion" in bare_program
+    assert program(ols.no_loss_scale()) == bare_program
+    assert program(ols.static_loss_scale(1.0)) != bare_program
+
+
+def test_float16_gradients_give_what_float32_ones_give():
+    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
+    half = jax.tree.map(lambda g: (g * SCALE).astype(jnp.float16), GRADS)
+    expected, _ = bare.update(
+        jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, half),
+        bare.init(PARAMS),
+        PARAMS,
+    )
+    updates, _ = tx.update(half, tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adafactor])
+def test_the_state_of_half_precision_parameters_is_float32_and_stays_so(make, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx = ols.loss_scaled(lenient(make(0.1)), RULE)
+    state = tx.init(params)
+    floats = [
+        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
+    grads = jax.tree.map(lambda g: (g * SCALE).astype(dtype), GRADS)
+    updates, after = jax.jit(tx.update)(grads, state, params)
+    assert types(after) == types(state)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(updates))
+
+
+def test_init_takes_abstract_parameters():
+    abstract = jax.eval_shape(
+        lambda: jax.tree.map(lambda p: p.astype("bfloat16"), PARAMS)
+    )
+    tx = ols.loss_scaled(adam(), RULE)
+    assert types(tx.init(abstract)) == types(tx.init(PARAMS))
+    assert jax.eval_shape(tx.init, abstract).inner_state[0].mu["w"].dtype == jnp.float32
+
+
+def test_optax_can_map_over_the_parameters_in_the_state():
+    tx = ols.loss_scaled(adam(), RULE)
+    state = optax.tree.map_params(tx, lambda x: x + 1, tx.init(PARAMS))
+    assert state.inner_state[0].mu["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert ols.get_loss_scale(state) == SCALE
+
+
+def test_a_weakly_typed_parameter_does_not_make_the_state_weak():
+    params = {"w": jnp.full((2,), 0.5), "b": 0.5}
+    tx = ols.loss_scaled(adam(), RULE)
+    state = tx.init(params)
+    _, after = tx.update({"w": jnp.ones(2), "b": jnp.ones(())}, state, params)
+    assert types(after) == types(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+
+
+def test_masked_out_leaves_are_neither_unscaled_nor_checked():
+    mask = {"w": True, "b": False}
+    for unscale_mask in (mask, lambda grads: mask):
+        tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=unscale_mask)
+        grads = {"w": GRADS["w"] * SCALE, "b": jnp.asarray([jnp.inf, 2.0])}
+        updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert_same_bits(updates, {"w": GRADS["w"], "b": grads["b"]})
+        assert state.loss_scale_state.last_finite
+        bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
+        updates, state = tx.update(bad, state, PARAMS)
+        assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+def test_a_collection_that_is_overwritten_is_selected_outside_by_last_finite():
+    # The recipe for flax's `_overwrite_with_gradient`: its "gradient" is the value.
+    owg = "_overwrite_with_gradient"
+    params = {"params": PARAMS, owg: {"amax": jnp.asarray([1.0, 2.0])}}
+    mask = {"params": True, owg: False}
+    tx = ols.loss_scaled(lenient(optax.sgd(1.0)), RULE, unscale_mask=mask)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        finite = ols.find_loss_scale_state(state).last_finite
+        new = {
+            "params": optax.apply_updates(params["params"], updates["params"]),
+            owg: optax.tree.where(finite, grads[owg], params[owg]),
+        }
+        return new, state
+
+    amax = {"amax": jnp.asarray([3.0, 4.0])}
+    good, state = step(params, tx.init(params), {"params": scaled(GRADS), owg: amax})
+    assert_same_bits(good[owg], amax)
+    bad, _ = step(params, state, {"params": poisoned(scaled(GRADS)), owg: amax})
+    assert_same_bits(bad, params)
+
+
+def nan_updates_when(threshold):
+    """Finite gradients, nonfinite updates: Adam's epsilon underflowing, in short."""
+
+    def update(updates, state, params=None):
+        return (
+            jax.tree.map(lambda g: jnp.where(g > threshold, jnp.inf, g), updates),
+            state + 1,
+        )
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(2), update)
+
+
+def test_check_updates_skips_and_counts_but_leaves_the_scale():
+    rule = ols.dynamic_loss_scale(SCALE, growth_interval=2)
+    tx = ols.loss_scaled(nan_updates_when(100.0), rule, check_updates=True)
+    _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    large = scaled(GRADS, SCALE * 1000)
+    updates, after = tx.update(large, state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_same_bits(after.inner_state, state.inner_state)
+    before, after = state.loss_scale_state, after.loss_scale_state
+    assert after.loss_scale == SCALE
+    assert_same_bits(after.rule_state, before.rule_state)
+    assert (after.total_notfinite, after.step_count) == (1, 2)
+    assert not after.last_finite
+
+
+def test_check_updates_backs_off_when_the_gradients_are_to_blame():
+    tx = ols.loss_scaled(nan_updates_when(-1.0), RULE, check_updates=True)
+    _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert ols.get_loss_scale(state) == SCALE / 2
+
+
+def test_without_check_updates_they_pass():
+    tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
+    updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
+    assert jnp.isinf(updates["w"]).any()
+
+
+def test_adopting_an_inner_state_continues_the_run():
+    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
+    _, saved = bare.update(GRADS, bare.init(PARAMS), PARAMS)
+    adopted = ols.adopt_inner_state(saved, RULE)
+    assert types(adopted) == types(tx.init(PARAMS))
+    expected, inner_state = bare.update(GRADS, saved, PARAMS)
+    updates, state = tx.update(scaled(GRADS), adopted, PARAMS)
+    assert_same_bits(updates, expected)
+    assert_same_bits(state.inner_state, inner_state)
+
+
+def test_differentiating_through_a_bad_step_gives_no_nan():
+    inner = lenient(optax.adam(0.1, eps_root=1e-8))  # Else its sqrt at 0 gives one.
+    tx = ols.loss_scaled(inner, RULE)
+
+    def after_step(x, poison):
+        grads = jax.tree.map(lambda p: x * p + poison, PARAMS)
+        updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    assert jax.grad(after_step)(2.0, 0.0) != 0.0
+    assert jax.grad(after_step)(2.0, jnp.inf) == 0.0
+
+
+def test_debug_nans_accepts_a_jitted_bad_step():
+    tx = ols.loss_scaled(lenient(optax.contrib.muon(0.1)), RULE)
+    state = tx.init(PARAMS)
+    with jax.debug_nans(True):
+        updates, _ = jax.jit(tx.update)(poisoned(scaled(GRADS), jnp.inf), state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+
+
+def test_it_works_with_x64_on():
+    with jax.enable_x64(True):
+        params = {"f32": jnp.ones(2, jnp.float32), "f64": jnp.ones(2, jnp.float64)}
+        tx = ols.loss_scaled(adam(), RULE)
+        state = tx.init(params)
+        _, after = jax.jit(tx.update)(params, state, params)
+        assert types(after) == types(state)
+        assert state.loss_scale_state.step_count.dtype == jnp.int32
+
+
+def test_integer_and_float0_leaves_pass():
+    params = {"w": jnp.ones(2), "steps": jnp.arange(3)}
+    grads = {"w": jnp.ones(2) * SCALE, "steps": np.zeros(3, jax.dtypes.float0)}
+    tx = ols.loss_scaled(optax.identity(), RULE)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["w"].tolist() == [1.0, 1.0]
+    assert updates["steps"].dtype == jax.dtypes.float0
+    bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
+    assert not np.any(tx.update(bad, tx.init(params), params)[0]["w"])
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [
+        {"w": GRADS["w"]},
+        {**GRADS, "extra": jnp.ones(2)},
+        [GRADS["w"], GRADS["b"]],
+        GRADS["w"],
+        {**GRADS, "w": {"inner": GRADS["w"]}},
+    ],
+    ids=["missing", "extra", "list", "leaf", "deeper"],
+)
+def test_gradients_of_another_tree_fail_at_trace_time(grads):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # Which alone would not notice.
+    with pytest.raises(ValueError, match=r"`grads` must have the tree structure of `p"):
+        jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS)
+
+
+def test_absent_gradients_are_no_mismatch():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    for absent in (None, optax.MaskedNode()):
+        grads = {"w": GRADS["w"], "b": absent}
+        tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam"])
+def test_an_inner_that_is_no_optimizer_is_refused(inner):
+    with pytest.raises(
+        TypeError, match=r"`inner` must be an optimizer with `init` and"
+    ):
+        ols.loss_scaled(inner)
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic", ols.dynamic_loss_scale])
+def test_a_loss_scale_that_is_no_rule_is_refused(loss_scale):
+    with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got"):
+        ols.loss_scaled(optax.sgd(0.1), loss_scale)
+
+
+def test_the_default_rule_is_dynamic():
+    state = ols.loss_scaled(optax.sgd(0.1)).init(PARAMS)
+    assert_same_bits(state.loss_scale_state, ols.dynamic_loss_scale().init())
+
+
+def test_jit_agrees_with_eager():
+    tx = ols.loss_scaled(adam(), RULE)
+    for grads in (scaled(GRADS), poisoned(scaled(GRADS))):
+        eager = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)

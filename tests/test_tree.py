@@ -1,0 +1,182 @@
+"""scale, unscale, all_finite and max_magnitude, leaf by leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits
+
+import optax_lossscale as ols
+
+STATE = ols.static_loss_scale(2.0**10).init()
+NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
+@pytest.mark.parametrize("dtype", [*NARROW, jnp.float32])
+def test_scale_and_unscale_give_float32_for_float32_and_narrower(function, dtype):
+    assert function(jnp.ones(2, dtype), STATE).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
+def test_scale_and_unscale_keep_float64_and_complex(function):
+    with jax.enable_x64(True):
+        for dtype in (jnp.float64, jnp.complex64, jnp.complex128):
+            assert function(jnp.ones(2, dtype), STATE).dtype == dtype
+
+
+def test_scale_multiplies():
+    assert ols.scale(jnp.asarray([1.0, -3.0]), STATE).tolist() == [1024.0, -3072.0]
+
+
+def test_unscale_divides():
+    assert ols.unscale(jnp.asarray([1.0, -3.0]), STATE).tolist() == [
+        2.0**-10,
+        -3 * 2.0**-10,
+    ]
+
+
+def test_scale_takes_a_python_number():
+    assert ols.scale(3.0, STATE) == 3072.0
+
+
+def test_scale_does_not_overflow_a_float16_loss():
+    # The mpx and Keras fault: a loss of 3 times 2**15 is infinite in float16.
+    state = ols.static_loss_scale(2.0**15).init()
+    assert ols.scale(jnp.float16(3), state) == 98304.0
+
+
+def test_unscale_does_not_underflow_in_float16():
+    # The jmp fault: 1e-3 / 2**15 is zero in float16.
+    state = ols.static_loss_scale(2.0**15).init()
+    np.testing.assert_allclose(
+        ols.unscale(jnp.float16(2.0**-10), state), 2.0**-25, rtol=0
+    )
+
+
+def test_unscale_at_the_largest_scale_does_not_flush_to_zero():
+    # At 2**127 the reciprocal would be subnormal and every gradient zero.
+    state = ols.static_loss_scale(2.0**126).init()
+    assert ols.unscale(jnp.float32(2.0**100), state) == 2.0**-26
+
+
+def test_scale_keeps_an_infinite_real_part_out_of_the_imaginary_one():
+    value = jax.lax.complex(jnp.float32(jnp.inf), jnp.float32(-1.0))
+    scaled = ols.scale(value, STATE)
+    assert (scaled.real, scaled.imag) == (jnp.inf, -1024.0)
+
+
+@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
+def test_leaves_that_are_not_floating_pass_through(function):
+    tree = {
+        "int": jnp.arange(3),
+        "bool": jnp.asarray([True]),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "number": 3,
+    }
+    out = function(tree, STATE)
+    assert jax.tree.structure(out) == jax.tree.structure(tree)
+    assert all(
+        a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True)
+    )
+
+
+def test_unscale_leaves_masked_out_parts_untouched():
+    tree = {"w": {"a": jnp.ones(2), "b": jnp.ones(2)}, "fp8": jnp.ones(2, jnp.float16)}
+    for mask in ({"w": True, "fp8": False}, lambda tree: {"w": True, "fp8": False}):
+        out = ols.unscale(tree, STATE, mask=mask)
+        assert out["fp8"] is tree["fp8"]
+        assert out["w"]["a"].tolist() == [2.0**-10] * 2
+
+
+def test_unscale_with_a_mask_of_another_tree_fails():
+    with pytest.raises(ValueError, match="dict"):
+        ols.unscale({"a": jnp.ones(2)}, STATE, mask={"b": True})
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_all_finite_sees_each_kind_in_each_dtype(dtype, value):
+    tree = [jnp.ones(3), jnp.asarray([1, value, 1], dtype)]
+    assert not ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == jnp.inf
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_all_finite_sees_a_float8_nan(dtype):
+    assert not ols.all_finite(jnp.asarray([1, jnp.nan]).astype(dtype))
+    assert ols.all_finite(jnp.ones(3, dtype))
+
+
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_all_finite_sees_either_part_of_a_complex_number(part):
+    parts = {"real": jnp.ones(2), "imag": jnp.ones(2)}
+    parts[part] = jnp.asarray([1, jnp.nan])
+    value = jax.lax.complex(parts["real"], parts["imag"])
+    assert not ols.all_finite(value)
+    assert ols.max_magnitude(value) == jnp.inf
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        (),
+        None,
+        {},
+        jnp.zeros((0, 3)),
+        jnp.arange(3),
+        np.zeros(2, jax.dtypes.float0),
+        jax.random.key(0),
+        optax.MaskedNode(),
+    ],
+    ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
+)
+def test_a_tree_without_floating_entries_is_finite_and_zero(tree):
+    assert ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == 0
+
+
+def test_all_finite_is_not_fooled_by_a_sum_that_overflows():
+    assert ols.all_finite(jnp.full(4, jnp.finfo(jnp.float32).max))
+
+
+def test_max_magnitude_takes_the_largest_over_leaves_signs_and_parts():
+    tree = [jnp.asarray([1.0, -3.0]), jax.lax.complex(jnp.zeros(1), -jnp.ones(1) * 5)]
+    assert ols.max_magnitude(tree) == 5.0
+    assert ols.max_magnitude(tree).dtype == jnp.float32
+
+
+def test_max_magnitude_of_a_large_finite_float64_is_finite():
+    with jax.enable_x64(True):
+        largest = jnp.finfo(jnp.float32).max
+        assert ols.max_magnitude(jnp.asarray([1e300])) == largest
+        assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf
+
+
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_the_verdict_is_a_strongly_typed_scalar_in_eager_and_jit(function):
+    tree = [jnp.ones(3), jnp.asarray([1.0, jnp.inf])]
+    eager, jitted = function(tree), jax.jit(function)(tree)
+    assert eager.shape == ()
+    assert not eager.weak_type
+    assert_same_bits(jitted, eager)
+
+
+def test_all_finite_agrees_over_a_named_axis():
+    grads = jnp.asarray([1.0, jnp.nan, 3.0])
+    alone = jax.vmap(ols.all_finite, axis_name="i")(grads)
+    together = jax.vmap(lambda g: ols.all_finite(g, axis_name="i"), axis_name="i")(
+        grads
+    )
+    assert alone.tolist() == [True, False, True]
+    assert together.tolist() == [False] * 3
+
+
+def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
+    agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
+    assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
+    assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]
