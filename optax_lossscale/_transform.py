@@ -123,8 +123,10 @@ def loss_scaled(
     is_bare = rule == no_loss_scale()
 
     def init(params: optax.Params) -> LossScaledState:
-        inner_params = params if is_bare else jax.tree.map(_widen, params)
-        return LossScaledState(rule.init(), optimizer.init(inner_params))
+        if is_bare:
+            return LossScaledState(rule.init(), optimizer.init(params))
+        inner_state = optimizer.init(jax.tree.map(_widen, params))
+        return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
 
     def update(
         grads: optax.Updates,
@@ -217,6 +219,11 @@ def _widen(param: PyTree) -> PyTree:
     if isinstance(param, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
     return jnp.asarray(param, dtype)
+
+
+def _strengthen(leaf: PyTree) -> PyTree:
+    """A leaf of the first inner state, strongly typed as those of later ones are."""
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
