@@ -1,37 +1,15 @@
 """The rules: how a loss scale answers to finite and to nonfinite gradients."""
 
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._state import (
-    LossScaleState,
-    PyTree,
-    check_number,
-    check_scale,
-)
-
-
-class InitFn(Protocol):
-    """Makes the first state."""
-
-    def __call__(self) -> LossScaleState:
-        """Returns the first state, every field an array of its own."""
-
-
-class AdjustFn(Protocol):
-    """Makes the next state from the verdict on one step's gradients."""
-
-    def __call__(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        grads_max: jax.typing.ArrayLike | None = None,
-    ) -> LossScaleState:
-        """Returns the next state, of the same structure and dtypes."""
+from optax_lossscale._checks import static_count, static_factor, static_scale
+from optax_lossscale._state import LossScaleState, PyTree
 
 
 class LossScale(NamedTuple):
@@ -58,8 +36,8 @@ class LossScale(NamedTuple):
       512.0 False 1
     """
 
-    init: InitFn
-    adjust: AdjustFn
+    init: Callable[[], LossScaleState]
+    adjust: Callable[..., LossScaleState]
     skips: bool = True
     needs_grads_max: bool = False
 
@@ -154,18 +132,18 @@ def dynamic_loss_scale(
       infinity; the gradients are checked after unscaling; `>=` in place of `==`,
       so a counter restored under a longer interval still grows.
     """
-    check_scale("init_scale", init_scale)
-    check_scale("min_scale", min_scale)
-    check_scale("max_scale", max_scale)
+    init_scale = static_scale("init_scale", init_scale)
+    min_scale = static_scale("min_scale", min_scale)
+    max_scale = static_scale("max_scale", max_scale)
+    growth_factor = static_factor("growth_factor", growth_factor, 1.0, np.inf)
+    backoff_factor = static_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    growth_interval = static_count("growth_interval", growth_interval)
+    hysteresis = static_count("hysteresis", hysteresis)
     if min_scale > max_scale:
         raise ValueError(
             f"`min_scale` must be at most `max_scale`, got {min_scale} and {max_scale}."
             " (Did you swap them?)"
         )
-    _check_factor("growth_factor", growth_factor, 1.0, np.inf)
-    _check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
-    check_count("growth_interval", growth_interval)
-    check_count("hysteresis", hysteresis)
     if hysteresis_refill not in ("finite", "growth"):
         raise ValueError(
             '`hysteresis_refill` must be "finite" or "growth", got '
@@ -191,34 +169,22 @@ def dynamic_loss_scale(
         tolerated = jnp.maximum(hysteresis_count - 1, 0)
         grow = finite & (finite_count >= growth_interval)
         back_off = ~finite & (tolerated == 0)
-
-        grown = jnp.minimum(state.loss_scale * growth_factor, max_scale)
-        backed_off = jnp.maximum(state.loss_scale * backoff_factor, min_scale)
         refill = finite if hysteresis_refill == "finite" else grow
-        return count_step(
-            state,
-            finite,
-            loss_scale=jnp.where(
-                grow, grown, jnp.where(back_off, backed_off, state.loss_scale)
-            ),
-            rule_state=DynamicRuleState(
-                growth_count=jnp.where(finite & ~grow, finite_count, 0),
-                hysteresis_count=jnp.where(
-                    refill,
-                    hysteresis,
-                    jnp.where(finite, hysteresis_count, tolerated),
-                ),
-            ),
+
+        s = state.loss_scale
+        s = jnp.where(grow, jnp.minimum(s * growth_factor, max_scale), s)
+        s = jnp.where(back_off, jnp.maximum(s * backoff_factor, min_scale), s)
+        left = jnp.where(finite, hysteresis_count, tolerated)
+        rule_state = DynamicRuleState(
+            growth_count=jnp.where(finite & ~grow, finite_count, 0),
+            hysteresis_count=jnp.where(refill, hysteresis, left),
         )
+        return _count_step(state, finite, s, rule_state)
 
     return LossScale(init, adjust)
 
 
-def static_loss_scale(
-    scale: float,
-    *,
-    skip_nonfinite: bool = True,
-) -> LossScale:
+def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale:
     """A constant loss scale: `s = scale`, always.
 
     For those who know a scale that fits the whole run. A nonfinite step is still
@@ -247,12 +213,12 @@ def static_loss_scale(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, use constant scales
       from 8 to 32768 (https://arxiv.org/abs/1710.03740).
     """
-    check_scale("scale", scale)
+    scale = static_scale("scale", scale)
 
     def init() -> LossScaleState:
         return _first_state(scale, ())
 
-    return LossScale(init, _hold if skip_nonfinite else _hold_unchecked, skip_nonfinite)
+    return LossScale(init, hold if skip_nonfinite else _hold_unchecked, skip_nonfinite)
 
 
 def no_loss_scale() -> LossScale:
@@ -276,54 +242,15 @@ def no_loss_scale() -> LossScale:
     return LossScale(_init_one, _hold_unchecked, skips=False)
 
 
-def check_count(name: str, value: int) -> None:
-    """Raises unless `value` is a positive number of steps that an `i32` holds."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(
-            f"`{name}` must be an integer, got {value!r} of type "
-            f"{type(value).__name__}."
-        )
-    if not 1 <= value <= np.iinfo(np.int32).max:
-        raise ValueError(
-            f"`{name}` must be at least 1 and below 2**31, got {value}. "
-            "(It counts steps.)"
-        )
-
-
-def count_step(
-    state: LossScaleState,
-    finite: jax.Array,
-    *,
-    loss_scale: jax.Array,
-    rule_state: PyTree,
-) -> LossScaleState:
-    """Counts one step and puts the rule's own part beside the counts."""
-    return LossScaleState(
-        loss_scale=loss_scale,
-        last_finite=finite,
-        notfinite_count=jnp.where(
-            finite, 0, optax.safe_increment(state.notfinite_count)
-        ),
-        total_notfinite=jnp.where(
-            finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
-        ),
-        step_count=optax.safe_increment(state.step_count),
-        rule_state=rule_state,
-    )
-
-
-def _hold(
+def hold(
     state: LossScaleState,
     grads_finite: jax.typing.ArrayLike,
     grads_max: jax.typing.ArrayLike | None = None,
 ) -> LossScaleState:
+    """An `adjust` that counts the step and leaves the scale as it is."""
     del grads_max
-    return count_step(
-        state,
-        jnp.asarray(grads_finite, bool),
-        loss_scale=state.loss_scale,
-        rule_state=state.rule_state,
-    )
+    finite = jnp.asarray(grads_finite, bool)
+    return _count_step(state, finite, state.loss_scale, state.rule_state)
 
 
 def _hold_unchecked(
@@ -332,7 +259,22 @@ def _hold_unchecked(
     grads_max: jax.typing.ArrayLike | None = None,
 ) -> LossScaleState:
     del grads_finite, grads_max
-    return _hold(state, True)
+    return hold(state, True)
+
+
+def _count_step(
+    state: LossScaleState, finite: jax.Array, loss_scale: jax.Array, rule_state: PyTree
+) -> LossScaleState:
+    in_a_row = optax.safe_increment(state.notfinite_count)
+    total = optax.safe_increment(state.total_notfinite)
+    return LossScaleState(
+        loss_scale=loss_scale,
+        last_finite=finite,
+        notfinite_count=jnp.where(finite, 0, in_a_row),
+        total_notfinite=jnp.where(finite, state.total_notfinite, total),
+        step_count=optax.safe_increment(state.step_count),
+        rule_state=rule_state,
+    )
 
 
 def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
@@ -348,14 +290,3 @@ def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
 
 def _init_one() -> LossScaleState:
     return _first_state(1.0, ())
-
-
-def _check_factor(name: str, value: float, low: float, high: float) -> None:
-    check_number(name, value)
-    with np.errstate(over="ignore"):
-        factor = np.float32(value)  # What the state is really multiplied by.
-    if not low < factor < high:
-        raise ValueError(
-            f"`{name}` must be strictly between {low:g} and {high:g}, got {value}. "
-            "(Did you pass its reciprocal?)"
-        )

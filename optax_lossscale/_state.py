@@ -7,14 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
 
 PyTree: TypeAlias = Any
-
-# Beyond 2**126 the reciprocal of a scale is a subnormal, which XLA flushes to
-# zero, and with it every gradient. Below 2**-126 the scale itself is subnormal.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
 
 
 class LossScaleState(NamedTuple):
@@ -186,26 +182,6 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
         )
 
     return jax.tree.map(replace_scale, tree, is_leaf=_is_state)
-
-
-def check_scale(name: str, value: jax.typing.ArrayLike) -> None:
-    """Raises unless every entry of `value` is a usable loss scale."""
-    check_number(name, value)
-    scale = np.asarray(value, np.float64)
-    if not np.all((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)):
-        raise ValueError(
-            f"`{name}` must be positive, finite, and from 2**-126 to 2**126, got "
-            f"{value}. (Outside, the scale or its reciprocal is flushed to zero.)"
-        )
-
-
-def check_number(name: str, value: object) -> None:
-    """Raises unless `value` is a real number, or an array of them."""
-    dtype = np.asarray(value).dtype
-    if not (jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)):
-        raise TypeError(
-            f"`{name}` must be a number, got {value!r} of type {type(value).__name__}."
-        )
 
 
 def _is_state(node: object) -> bool:

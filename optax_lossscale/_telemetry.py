@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._rules import check_count
+from optax_lossscale._checks import static_count
 from optax_lossscale._state import PyTree, find_loss_scale_state
 
 
@@ -90,7 +90,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
       ...
       optax_lossscale._telemetry.LossScaleStalledError: the last 1 steps ...
     """
-    check_count("max_consecutive", max_consecutive)
+    static_count("max_consecutive", max_consecutive)
     state = find_loss_scale_state(tree)
     consecutive = int(np.max(state.notfinite_count))
     if consecutive >= max_consecutive:

@@ -14,11 +14,11 @@ from optax_lossscale._masking import (
 )
 from optax_lossscale._rules import (
     LossScale,
-    count_step,
     dynamic_loss_scale,
+    hold,
     no_loss_scale,
 )
-from optax_lossscale._state import LossScaledState, LossScaleState, PyTree
+from optax_lossscale._state import LossScaledState, PyTree
 from optax_lossscale._tree import (
     AxisName,
     Mask,
@@ -159,7 +159,7 @@ def loss_scaled(
             updates_finite = all_finite(_where_true(mask, updates), axis_name=axis_name)
             next_loss_scale_state = optax.tree.where(
                 finite & ~updates_finite,
-                _count_skip(loss_scale_state),
+                hold(loss_scale_state, grads_finite=False),
                 next_loss_scale_state,
             )
             finite &= updates_finite
@@ -279,13 +279,3 @@ def _judge(
         return (all_finite((grads, outside), axis_name=axis_name),)
     grads_max = max_magnitude((grads, outside), axis_name=axis_name)
     return jnp.isfinite(grads_max), grads_max
-
-
-def _count_skip(state: LossScaleState) -> LossScaleState:
-    """Counts a skip that the loss scale is not to blame for."""
-    return count_step(
-        state,
-        jnp.asarray(False),
-        loss_scale=state.loss_scale,
-        rule_state=state.rule_state,
-    )

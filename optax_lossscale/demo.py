@@ -85,19 +85,27 @@ def load_data() -> tuple[Data, Data]:
     return Data(*(x[:TRAIN_SIZE] for x in data)), Data(*(x[TRAIN_SIZE:] for x in data))
 
 
+def predict(
+    dtype: jax.typing.DTypeLike, params: PyTree, images: jax.Array
+) -> jax.Array:
+    """The network's outputs, computed in `dtype`, as `f32[n, 10]`."""
+    return jnp.asarray(MLP(dtype).apply(params, images), jnp.float32)
+
+
 def make_loss_fn(dtype: jax.typing.DTypeLike) -> Callable[[PyTree, Data], jax.Array]:
     """Mean squared error over batch and classes; the mean is taken in float32."""
 
     def loss_fn(params: PyTree, batch: Data) -> jax.Array:
-        outputs = MLP(dtype).apply(params, batch.images).astype(jnp.float32)
+        outputs = predict(dtype, params, batch.images)
         targets = jax.nn.one_hot(batch.labels, 10, dtype=jnp.float32)
         return jnp.mean((outputs - targets) ** 2)
 
     return loss_fn
 
 
-def train(name: str, train_data: Data, test_data: Data, seed: int, steps: int) -> Run:
+def train(name: str, data: tuple[Data, Data], seed: int, steps: int) -> Run:
     """Trains one variant and measures it."""
+    train_data, test_data = data
     dtype, rule = VARIANTS[name]
     loss_fn = make_loss_fn(dtype)
     params_key, batch_key = jax.random.split(jax.random.key(seed))
@@ -146,10 +154,10 @@ def train(name: str, train_data: Data, test_data: Data, seed: int, steps: int) -
     params, opt_state = carry
     losses, loss_scales = (np.concatenate(x) for x in zip(*history, strict=True))
     flushed_count, nonzero_count = np.sum(flushed, axis=0)
-    outputs = MLP(dtype).apply(params, test_data.images)
+    predicted = predict(dtype, params, test_data.images).argmax(axis=-1)
     metrics = ols.loss_scale_metrics(opt_state)
     results = {
-        "accuracy": float(jnp.mean(outputs.argmax(axis=-1) == test_data.labels)),
+        "accuracy": float(jnp.mean(predicted == test_data.labels)),
         "final_loss": float(losses[-1]),
         "skipped_steps": int(metrics["total_notfinite"]),
         "final_scale": float(metrics["loss_scale"]),
@@ -158,22 +166,29 @@ def train(name: str, train_data: Data, test_data: Data, seed: int, steps: int) -
     return Run(results, losses, loss_scales)
 
 
-def format_table(runs: dict[str, Run]) -> str:
-    """The results, a line a variant, as a Markdown table."""
-    lines = [
-        "| variant         | test accuracy | final loss | skipped steps | final scale "
-        "| flushed to zero |",
-        "|:----------------|--------------:|-----------:|--------------:|------------:"
-        "|----------------:|",
-    ]
-    for name, run in runs.items():
-        r = run.results
-        lines.append(
-            f"| {name:15} | {r['accuracy']:13.4f} | {r['final_loss']:10.4f} "
-            f"| {r['skipped_steps']:13d} | {r['final_scale']:11.10g} "
-            f"| {r['flushed_to_zero']:15.2%} |"
-        )
-    return "\n".join(lines)
+def format_table(runs: dict[str, list[Run]]) -> str:
+    """The results in Markdown: a line a variant, and in each cell a figure a seed."""
+    columns: dict[str, Callable[[dict[str, float]], str]] = {
+        "test accuracy": lambda r: f"{r['accuracy']:.3f}",
+        "final loss": lambda r: f"{r['final_loss']:.4f}",
+        "skipped steps": lambda r: f"{r['skipped_steps']}",
+        "final scale": lambda r: f"2**{np.log2(r['final_scale']):g}",
+        "flushed to zero": lambda r: f"{r['flushed_to_zero']:.1%}",
+    }
+    rows = [["variant", *columns]]
+    for name, of_seeds in runs.items():
+        cells = [
+            " ".join(show(r.results) for r in of_seeds) for show in columns.values()
+        ]
+        rows.append([name, *cells])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    rows.insert(
+        1, [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
+    )
+    return "\n".join(
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    )
 
 
 def plot(runs: dict[str, Run], file: Path) -> None:
@@ -219,12 +234,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Train on real digits in float32, float16 and bfloat16, with and "
         "without a loss scale.",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    parser.add_argument("--steps", type=int, default=1000, help="training steps")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="of weights and batches; with several, a figure a seed (default: 0)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results here"
+    )
     parser.add_argument(
         "--plot",
         type=Path,
+        metavar="FILE",
         default=Path("loss_scale_demo.png"),
         help="write the picture here (default: %(default)s)",
     )
@@ -232,17 +259,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
 
-    train_data, test_data = load_data()
+    data = load_data()
     runs = {
-        name: train(name, train_data, test_data, arguments.seed, arguments.steps)
+        name: [train(name, data, seed, arguments.steps) for seed in arguments.seed]
         for name in VARIANTS
     }
-    print(f"\nseed {arguments.seed}, {arguments.steps} steps\n\n{format_table(runs)}\n")
+    print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:
-        results = {name: run.results for name, run in runs.items()}
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        results = {name: [run.results for run in of] for name, of in runs.items()}
+        one_seed = len(arguments.seed) == 1
+        arguments.json.write_text(
+            json.dumps(
+                {name: of[0] if one_seed else of for name, of in results.items()},
+                indent=2,
+            )
+        )
         print(f"results: {arguments.json}")
-    plot(runs, arguments.plot)
+    plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")
 
 

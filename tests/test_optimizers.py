@@ -1,4 +1,4 @@
-"""Every optimizer of `optax` and `optax.contrib`, wrapped: eager, jit, scan, bad step."""
+"""Every optimizer of `optax` and `optax.contrib`: eager, jit, scan, and a bad step."""
 
 import inspect
 

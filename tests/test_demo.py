@@ -1,0 +1,87 @@
+"""The main job, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FIGURES = {"accuracy", "final_loss", "skipped_steps", "final_scale", "flushed_to_zero"}
+VARIANTS = {"float32", "float16", "float16_static", "float16_dynamic", "bfloat16"}
+
+
+def run_demo(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "optax_lossscale.demo", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    files = (folder / "results.json", folder / "picture.png")
+    done = run_demo("--seed", 0, "--json", files[0], "--plot", files[1])
+    assert done.returncode == 0, done.stderr
+    return done, *files
+
+
+def test_the_results_are_complete(full_run):
+    results = json.loads(full_run[1].read_text())
+    assert set(results) == VARIANTS
+    assert all(set(figures) == FIGURES for figures in results.values())
+
+
+def test_float16_stays_at_chance_and_a_dynamic_scale_makes_it_float32s_equal(full_run):
+    results = json.loads(full_run[1].read_text())
+    accuracy = {name: figures["accuracy"] for name, figures in results.items()}
+    assert accuracy["float16"] < 0.2
+    assert accuracy["float32"] > 0.9
+    assert accuracy["float16_dynamic"] == pytest.approx(accuracy["float32"], abs=0.015)
+    assert accuracy["float16"] < accuracy["float16_static"]
+
+
+def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
+    results = json.loads(full_run[1].read_text())
+    flushed = {name: figures["flushed_to_zero"] for name, figures in results.items()}
+    assert flushed["float32"] == 0
+    assert flushed["float16"] > 0.3
+    assert flushed["float16_dynamic"] < 0.01
+    assert results["float16_static"]["final_scale"] == 8
+    assert results["float16_dynamic"]["final_scale"] > 2**15
+
+
+def test_it_prints_the_table_and_draws_the_picture(full_run):
+    done, _, picture = full_run
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split()[1] for row in rows[2:]] == list(
+        json.loads(full_run[1].read_text())
+    )
+    assert "100%" in done.stderr  # The progress bar of each variant.
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_seeds_make_one_table(tmp_path):
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    done = run_demo("--seed", 1, 2, "--steps", 3, *files)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [len(of_seeds) for of_seeds in results.values()] == [2] * 5
+
+
+def test_no_step_at_all_is_refused():
+    done = run_demo("--steps", 0)
+    assert done.returncode == 2
+    assert "--steps must be at least 1, got 0" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["flax", "matplotlib", "sklearn", "tqdm"])
+def test_without_its_extra_it_says_what_to_install(missing):
+    code = f"import sys; sys.modules['{missing}'] = None; import optax_lossscale.demo"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "ImportError: the demo needs" in done.stderr
+    assert "pip install 'optax-lossscale[demo]'" in done.stderr
