@@ -32,6 +32,7 @@ def assert_within_ulp(actual, expected, max_ulp=4):
         if jax.numpy.issubdtype(leaf.dtype, np.floating):
             leaf, other = np.asarray(leaf), np.asarray(other)
             ulp = np.abs(leaf - other) / np.spacing(np.abs(other))
+            ulp = np.where(np.isnan(leaf) & np.isnan(other), 0, ulp)
             assert np.max(ulp, initial=0) <= max_ulp, (
                 f"{jax.tree_util.keystr(path)}: {leaf} is {ulp} ulp from {other}"
             )

@@ -3,11 +3,13 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, types
+from compat import set_mesh
 from inner import adam
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -118,7 +120,7 @@ def test_shard_map_equals_one_device_and_all_skip_together(check_vma):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_jit_skips_everywhere_and_keeps_every_type(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         specs = {"w": P("data"), "b": P()}
         params = {
             name: jax.device_put(PARAMS[name], NamedSharding(mesh, specs[name]))

@@ -96,8 +96,9 @@ EXTRA_ARGS = {
     "sophia": ("obj_fn",),
 }
 
-# Newton-Schulz iterations amplify the last bit, in which two compiled programs differ.
-MAX_ULP = {"muon": 64}
+# What amplifies the last bit, in which two compiled programs may differ: Newton-Schulz
+# iterations, and the differences of nearly equal losses that line searches report.
+MAX_ULP = {"muon": 64, "lbfgs": 256, "scale_by_zoom_linesearch": 256}
 
 NOT_ANNOTATED = {
     "dog",

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, assert_within_ulp, types
+from compat import enable_x64
 from inner import adam, lenient
 
 import optax_lossscale as ols
@@ -362,7 +363,7 @@ def test_debug_nans_accepts_a_jitted_bad_step():
 
 
 def test_it_works_with_x64_on():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         params = {"f32": jnp.ones(2, jnp.float32), "f64": jnp.ones(2, jnp.float64)}
         tx = ols.loss_scaled(adam(), RULE)
         state = tx.init(params)

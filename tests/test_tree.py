@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits
+from compat import enable_x64
 
 import optax_lossscale as ols
 
@@ -21,7 +22,7 @@ def test_scale_and_unscale_give_float32_for_float32_and_narrower(function, dtype
 
 @pytest.mark.parametrize("function", [ols.scale, ols.unscale])
 def test_scale_and_unscale_keep_float64_and_complex(function):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for dtype in (jnp.float64, jnp.complex64, jnp.complex128):
             assert function(jnp.ones(2, dtype), STATE).dtype == dtype
 
@@ -151,7 +152,7 @@ def test_max_magnitude_takes_the_largest_over_leaves_signs_and_parts():
 
 
 def test_max_magnitude_of_a_large_finite_float64_is_finite():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         largest = jnp.finfo(jnp.float32).max
         assert ols.max_magnitude(jnp.asarray([1e300])) == largest
         assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf

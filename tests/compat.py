@@ -1,0 +1,10 @@
+"""What older JAX calls by another name."""
+
+import jax
+
+if hasattr(jax, "enable_x64"):
+    enable_x64, set_mesh = jax.enable_x64, jax.set_mesh
+else:  # JAX 0.7
+    from jax.experimental import enable_x64 as enable_x64
+
+    set_mesh = jax.sharding.use_mesh
