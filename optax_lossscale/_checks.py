@@ -10,45 +10,36 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def check_scale(name: str, value: jax.typing.ArrayLike) -> None:
-    """Raises unless every entry of `value` is a usable loss scale."""
-    check_number(name, value)
-    scale = np.asarray(value, np.float64)
+def checked_scale(name: str, value: jax.typing.ArrayLike) -> np.ndarray:
+    """The value as float64; raises unless every entry is a usable loss scale."""
+    scale = _as_float64(name, value)
     if not np.all((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)):
         raise ValueError(
             f"`{name}` must be positive, finite, and from 2**-126 to 2**126, got "
             f"{value}. (Outside, the scale or its reciprocal is flushed to zero.)"
         )
-
-
-def check_number(name: str, value: object) -> None:
-    """Raises unless `value` is a real number, or an array of them."""
-    dtype = np.asarray(value).dtype
-    if not (jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)):
-        raise TypeError(
-            f"`{name}` must be a number, got {value!r} of type {type(value).__name__}."
-        )
+    return scale
 
 
 def static_scale(name: str, value: float) -> float:
     """A loss scale as a setting: one number, in Python's own type."""
-    check_scale(name, value)
-    if np.ndim(value) != 0:
-        raise TypeError(f"`{name}` must be one number, got shape {np.shape(value)}.")
-    return float(value)
+    scale = checked_scale(name, value)
+    if scale.ndim != 0:
+        raise TypeError(f"`{name}` must be one number, got shape {scale.shape}.")
+    return float(scale)
 
 
 def static_factor(name: str, value: float, low: float, high: float) -> float:
     """A factor as a setting: as float32, strictly between `low` and `high`."""
-    check_number(name, value)
     with np.errstate(over="ignore"):
-        factor = np.float32(value)  # What the state is really multiplied by.
+        # As float32, because that is what the state is really multiplied by.
+        factor = float(_as_float64(name, value).astype(np.float32))
     if not low < factor < high:
         raise ValueError(
             f"`{name}` must be strictly between {low:g} and {high:g}, got {value}. "
             "(Did you pass its reciprocal?)"
         )
-    return float(value)
+    return factor
 
 
 def static_count(name: str, value: int) -> int:
@@ -64,3 +55,13 @@ def static_count(name: str, value: int) -> int:
             "(It counts steps.)"
         )
     return int(value)
+
+
+def _as_float64(name: str, value: object) -> np.ndarray:
+    # NumPy has no integer type for 2**126.
+    array = np.asarray(float(value) if type(value) is int else value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):
+        raise TypeError(
+            f"`{name}` must be a number, got {value!r} of type {type(value).__name__}."
+        )
+    return array.astype(np.float64)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, checked_scale
 
 PyTree: TypeAlias = Any
 
@@ -162,7 +162,7 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     """
     find_loss_scale_state(tree)
     if not isinstance(value, jax.core.Tracer):
-        check_scale("value", value)
+        value = checked_scale("value", value)
     value = jnp.asarray(value, jnp.float32)
     in_range = (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
 

@@ -139,6 +139,9 @@ def test_sharded_jit_skips_everywhere_and_keeps_every_type(axis_type):
         assert_same_bits(optax.apply_updates(params, updates), params)
         assert_same_bits(skipped.inner_state, after.inner_state)
         assert types(skipped) == types(state)
+        assert [leaf.sharding for leaf in jax.tree.leaves(skipped)] == [
+            leaf.sharding for leaf in jax.tree.leaves(after)
+        ]
         assert skipped.loss_scale_state.loss_scale.sharding.is_fully_replicated
 
 

@@ -205,6 +205,18 @@ def test_static_refuses_an_unusable_scale(value):
         ols.static_loss_scale(value)
 
 
+def test_settings_may_be_large_python_integers():
+    rule = ols.dynamic_loss_scale(2**100, max_scale=2**126, growth_interval=1)
+    assert scales(rule, [True]) == [2.0**100, 2.0**101]
+    with pytest.raises(ValueError, match=r"`max_scale` must be positive, finite"):
+        ols.dynamic_loss_scale(max_scale=2**127)
+
+
+def test_a_setting_is_one_number():
+    with pytest.raises(TypeError, match=r"`init_scale` must be one number, got shape"):
+        ols.dynamic_loss_scale(np.ones(2))
+
+
 def test_settings_may_be_numpy_numbers():
     rule = ols.dynamic_loss_scale(np.float32(8), growth_interval=np.int64(1))
     assert scales(rule, [True]) == [8, 16]
