@@ -36,8 +36,8 @@ def static_factor(name: str, value: float, low: float, high: float) -> float:
         factor = float(_as_float64(name, value).astype(np.float32))
     if not low < factor < high:
         raise ValueError(
-            f"`{name}` must be strictly between {low:g} and {high:g}, got {value}. "
-            "(Did you pass its reciprocal?)"
+            f"`{name}` must be strictly between {low:g} and {high:g} in float32, got "
+            f"{value}. (Did you pass its reciprocal?)"
         )
     return factor
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._checks import static_count, static_factor, static_scale
-from optax_lossscale._state import LossScaleState, PyTree
+from optax_lossscale._state import LossScaleState, PyTree, Unscaled
 
 
 class LossScale(NamedTuple):
@@ -19,13 +19,14 @@ class LossScale(NamedTuple):
     settings are closed over.
 
     Attributes:
-      init: `init() -> LossScaleState`.
-      adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, where
-        `grads_finite` is `bool[]`: whether the unscaled gradients were finite,
-        and `grads_max` is `f32[]`: their largest magnitude, infinity when anything
-        is nonfinite.
+      init: `init() -> LossScaleState`, every field a strongly typed array of its own.
+      adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, the same
+        structure and dtypes. `grads_finite`, `bool[]`: whether the unscaled gradients
+        were finite. `grads_max`, `f32[]`: their largest magnitude, infinity when
+        anything is nonfinite; given only where it is needed. It also keeps the counts:
+        let `static_loss_scale(1.0).adjust` do that, and replace what is yours.
       skips: Whether a step with nonfinite gradients is to be skipped. False:
-        `loss_scaled` checks and masks nothing.
+        `loss_scaled` masks nothing.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
 
     Example:
@@ -225,11 +226,11 @@ def no_loss_scale() -> LossScale:
     """No loss scale: `s = 1`, and nothing is checked.
 
     Inside `loss_scaled` the inner optimizer is called as if it stood alone, with no
-    cast, check, mask or adjustment, so the compiled program is the bare one: for
+    cast, check, mask or adjustment, so `update` compiles to the bare program: for
     float32 and bfloat16 runs of a loop that can also run in float16.
 
     Returns:
-      A `LossScale`; its `rule_state` is `()`.
+      A `LossScale`; its `rule_state` is empty. Its state takes no other scale.
 
     Example:
       >>> import optax_lossscale as ols
@@ -289,4 +290,4 @@ def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
 
 
 def _init_one() -> LossScaleState:
-    return _first_state(1.0, ())
+    return _first_state(1.0, Unscaled())

@@ -71,6 +71,10 @@ class LossScaledState(NamedTuple):
     inner_state: PyTree
 
 
+class Unscaled(NamedTuple):
+    """The `rule_state` of `no_loss_scale()`: nothing would divide a scale out again."""
+
+
 def find_loss_scale_state(tree: PyTree) -> LossScaleState:
     """Returns the one `LossScaleState` that a pytree holds.
 
@@ -139,7 +143,9 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
 def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     """Returns the same tree with another loss scale; all else is untouched.
 
-    The rule goes on from there with the counters that it has.
+    The rule goes on from there with the counters that it has. Nothing is changed in
+    place, so use the result; for an `nnx.Optimizer`,
+    `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -150,8 +156,8 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
       A tree of the same type; dtype, weak type and sharding of the scale stay.
 
     Raises:
-      ValueError: If `value` is concrete and outside its range, or if `tree`
-        holds no `LossScaleState`, or several.
+      ValueError: If `value` is concrete and outside its range, if `tree` holds no
+        `LossScaleState`, or several, or if that is a state of `no_loss_scale()`.
       TypeError: If `value` is not a number.
 
     Example:
@@ -160,7 +166,11 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
       >>> ols.get_loss_scale(ols.set_loss_scale(state, 256))
       Array(256., dtype=float32)
     """
-    find_loss_scale_state(tree)
+    if isinstance(find_loss_scale_state(tree).rule_state, Unscaled):
+        raise ValueError(
+            f"`value` must not be set on a state of `no_loss_scale()`, got {value}. "
+            "(Its gradients are never unscaled; use `static_loss_scale(1.0)`.)"
+        )
     if not isinstance(value, jax.core.Tracer):
         value = checked_scale("value", value)
     value = jnp.asarray(value, jnp.float32)

@@ -27,7 +27,9 @@ from optax_lossscale._tree import (
     max_magnitude,
     resolve_mask,
     unscale,
+    where_true,
     wide_dtype,
+    widen,
 )
 
 
@@ -54,7 +56,13 @@ def loss_scaled(
     whole inner state bitwise as they were: moments, counts, schedules. A finite
     step does what the inner optimizer alone does with the unscaled gradients. The
     state keeps its structure, dtypes and shardings, so `jit`, `lax.scan` and
-    donation work as without it.
+    donation work as without it. What lives elsewhere, such as batch statistics, is
+    yours to select, by `find_loss_scale_state(opt_state).last_finite`.
+
+    Updates, and the gradients that the inner optimizer sees, are float32 or wider,
+    whatever the dtype of the parameters; its state is made for such parameters, so
+    that with float16 ones no dtype changes. Functions that read the inner optimizer's
+    state take `opt_state.inner_state`.
 
     What clips, decays or accumulates goes inside, where gradients are unscaled:
     `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`,
@@ -62,8 +70,7 @@ def loss_scaled(
     `MultiSteps` for ever.
 
     Args:
-      inner: The optimizer: anything with `init` and `update`. Its state is made for
-        float32 (or wider) parameters, so that with float16 ones no dtype changes.
+      inner: The optimizer: anything with `init` and `update`.
         None is `optax.identity()`, which makes a link for `optax.chain`: gradients
         are unscaled, and zero on a bad step. A link cannot stop the optimizers after
         it from moving on a bad step (weight decay, momentum, counts), so it is not a
@@ -72,27 +79,29 @@ def loss_scaled(
         skip, nothing is checked or masked; with `no_loss_scale()`, the program is
         the inner optimizer's own.
       axis_name: Name, or tuple of names, of the axes of `pmap` or `shard_map` over
-        which all devices shall agree to skip. Only the verdict crosses devices;
-        gradients are never reduced for you. Under `jit` with sharded arrays there is
-        nothing to name.
+        which all devices shall agree to skip; none under `jit` with sharded arrays.
+        Only the verdict crosses devices; gradients are never reduced for you.
       unscale_mask: As Optax's masks, a pytree of bools that is a prefix of the
         gradients, or a function from them to one: True where leaves are scaled
         gradients. The others are neither unscaled nor checked; on a bad step their
         update is zero like all others.
       check_updates: Also skip a step whose gradients are finite but whose updates
-        are not, and count it; the scale is left alone.
+        are not, and count it; the scale is left alone. Without effect where the rule
+        does not skip.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
-      takes `grads_finite`, a `bool[]`: an outside verdict, and-ed into its own.
-      Further extra arguments go to the inner optimizer (their floating leaves zero
-      on a bad step); a gradient among them, such as `grad=` of a line search, must be
-      unscaled before.
+      takes `grads_finite`, a `bool[]`: an outside verdict, and-ed into its own, such
+      as `jnp.isfinite(loss)`; without effect where the rule does not skip. Further
+      extra arguments go to the inner optimizer (their floating leaves zero on a bad
+      step); a gradient among them must be unscaled: `grad=unscale(grads, opt_state)`
+      for a line search.
 
     Raises:
       TypeError: If `inner` is no optimizer, or `loss_scale` no `LossScale`.
-      ValueError: From `update`, at trace time: if the gradients' tree is not that of
-        the parameters, or `grads_finite` is not a scalar.
+      ValueError: From `update`, at trace time: if the state is not one of this rule,
+        the gradients' tree is not that of the parameters, or `grads_finite` is not a
+        scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -114,12 +123,8 @@ def loss_scaled(
       applied, however many there are in a row.
     """
     optimizer = _as_optimizer(inner)
-    rule = dynamic_loss_scale() if loss_scale is None else loss_scale
-    if not isinstance(rule, LossScale):
-        raise TypeError(
-            f"`loss_scale` must be a LossScale, got {rule!r} of type "
-            f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
-        )
+    rule = _as_rule(loss_scale)
+    rule_structure = jax.tree.structure(jax.eval_shape(rule.init))
     is_bare = rule == no_loss_scale()
 
     def init(params: optax.Params) -> LossScaledState:
@@ -136,37 +141,31 @@ def loss_scaled(
         grads_finite: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
+        _check_state(state, rule_structure)
         loss_scale_state, inner_state = state
         if is_bare:
-            updates, inner_state = optimizer.update(
-                grads, inner_state, params, **extra_args
-            )
-            return updates, LossScaledState(loss_scale_state, inner_state)
+            updates, state = optimizer.update(grads, inner_state, params, **extra_args)
+            return updates, LossScaledState(loss_scale_state, state)
 
         _check_structure(grads, params)
         mask = resolve_mask(unscale_mask, grads)
         grads = unscale(grads, loss_scale_state, mask=mask)
-        verdict = _judge(rule, _where_true(mask, grads), grads_finite, axis_name)
+        verdict = _judge(rule, where_true(mask, grads), grads_finite, axis_name)
         finite, *_ = verdict
-        next_loss_scale_state = rule.adjust(loss_scale_state, *verdict)
+        adjusted = rule.adjust(loss_scale_state, *verdict)
         if rule.skips:
             grads, extra_args = zeros_unless(finite, (grads, extra_args))
-        updates, next_inner_state = optimizer.update(
-            grads, inner_state, params, **extra_args
-        )
-        next_inner_state = cast_like(next_inner_state, inner_state)
+        updates, updated = optimizer.update(grads, inner_state, params, **extra_args)
+        updated = cast_like(updated, inner_state)
         if rule.skips and check_updates:
-            updates_finite = all_finite(_where_true(mask, updates), axis_name=axis_name)
-            next_loss_scale_state = optax.tree.where(
-                finite & ~updates_finite,
-                hold(loss_scale_state, grads_finite=False),
-                next_loss_scale_state,
-            )
+            updates_finite = all_finite(where_true(mask, updates), axis_name=axis_name)
+            held = hold(loss_scale_state, grads_finite=False)
+            adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
             finite &= updates_finite
         if rule.skips:
             updates = updates_unless(finite, updates)
-            next_inner_state = state_unless(finite, next_inner_state, inner_state)
-        return updates, LossScaledState(next_loss_scale_state, next_inner_state)
+            updated = state_unless(finite, updated, inner_state)
+        return updates, LossScaledState(adjusted, updated)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -180,10 +179,14 @@ def adopt_inner_state(
 
     Args:
       inner_state: State of the bare optimizer.
-      loss_scale: The rule, as for `loss_scaled`. None is `dynamic_loss_scale()`.
+      loss_scale: The rule, the same as for `loss_scaled`. None is
+        `dynamic_loss_scale()`.
 
     Returns:
       A `LossScaledState`, at the start of its rule.
+
+    Raises:
+      TypeError: If `loss_scale` is no `LossScale`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -192,8 +195,17 @@ def adopt_inner_state(
       >>> ols.get_loss_scale(ols.adopt_inner_state(saved))
       Array(32768., dtype=float32)
     """
+    return LossScaledState(_as_rule(loss_scale).init(), inner_state)
+
+
+def _as_rule(loss_scale: LossScale | None) -> LossScale:
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
-    return LossScaledState(rule.init(), inner_state)
+    if not isinstance(rule, LossScale):
+        raise TypeError(
+            f"`loss_scale` must be a LossScale, got {rule!r} of type "
+            f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
+        )
+    return rule
 
 
 def _as_optimizer(
@@ -212,18 +224,26 @@ def _as_optimizer(
 
 
 def _widen(param: PyTree) -> PyTree:
-    """A parameter as the inner optimizer's `init` shall see it: strong, wide."""
-    if not is_floating(param):
-        return param
-    dtype = wide_dtype(jnp.result_type(param))
-    if isinstance(param, jax.ShapeDtypeStruct):
+    """A parameter, perhaps abstract, as the inner optimizer's `init` shall see it."""
+    if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
+        dtype = wide_dtype(param.dtype)
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
-    return jnp.asarray(param, dtype)
+    return widen(param) if is_floating(param) else param
 
 
 def _strengthen(leaf: PyTree) -> PyTree:
     """A leaf of the first inner state, strongly typed as those of later ones are."""
     return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
+    is_state = isinstance(state, LossScaledState)
+    if not is_state or jax.tree.structure(state.loss_scale_state) != rule_structure:
+        raise ValueError(
+            "`state` must be a LossScaledState of this optimizer's own rule, got "
+            f"{state.loss_scale_state.rule_state if is_state else type(state)}. (One "
+            "of another rule: `adopt_inner_state(state.inner_state, loss_scale)`.)"
+        )
 
 
 def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
@@ -240,21 +260,14 @@ def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
 
     try:
         matched = jax.tree.map(is_matched, grads, params, is_leaf=is_absent)
+        detail = "got a leaf where there is a subtree."
     except ValueError as error:
-        raise ValueError(
-            "`grads` must have the tree structure of `params`. (Are they gradients "
-            f"with respect to other arguments?) {error}"
-        ) from error
+        matched, detail = False, f"got: {error}"
     if not all(jax.tree.leaves(matched)):
         raise ValueError(
-            "`grads` must have the tree structure of `params`, got a leaf where there "
-            "is a subtree. (Are they gradients with respect to other arguments?)"
+            f"`grads` must have the tree structure of `params`, {detail} "
+            "(Are they gradients with respect to other arguments?)"
         )
-
-
-def _where_true(mask: PyTree, tree: PyTree) -> PyTree:
-    """The parts of a tree where the mask is True, None elsewhere."""
-    return jax.tree.map(lambda keep, part: part if keep else None, mask, tree)
 
 
 def _judge(

@@ -1,6 +1,6 @@
 """Functions on pytrees: scale, unscale, and the check.
 
-What each kind of leaf means, here and in the wrapper:
+What each kind of leaf means, here and in the wrapper; the first two are "floating":
 
 * float16, bfloat16, float8, float32: computed in float32; float64 in float64;
 * complex: real and imaginary part, each as above;
@@ -122,7 +122,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
     finite = jnp.asarray(True)
     for leaf in jax.tree.leaves(tree):
         if is_floating(leaf):
-            finite &= jnp.isfinite(_widen(leaf)).all()
+            finite &= jnp.isfinite(widen(leaf)).all()
     return finite if axis_name is None else lax.pmin(finite, axis_name)
 
 
@@ -180,7 +180,13 @@ def resolve_mask(mask: Mask, tree: PyTree) -> PyTree:
     return mask(tree) if callable(mask) else mask
 
 
-def _widen(leaf: jax.typing.ArrayLike) -> jax.Array:
+def where_true(mask: PyTree, tree: PyTree) -> PyTree:
+    """The parts of a tree where its resolved mask is True, None elsewhere."""
+    return jax.tree.map(lambda keep, part: part if keep else None, mask, tree)
+
+
+def widen(leaf: jax.typing.ArrayLike) -> jax.Array:
+    """A floating leaf as float32 or wider, strongly typed."""
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
 
@@ -191,7 +197,7 @@ def _multiply(
     def multiply(leaf: PyTree) -> PyTree:
         if not is_floating(leaf):
             return leaf
-        array = _widen(leaf)
+        array = widen(leaf)
         factor = loss_scale.astype(jnp.finfo(array.dtype).dtype)
         factor = 1 / factor if reciprocal else factor
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -203,7 +209,7 @@ def _multiply(
 
 
 def _leaf_magnitude(leaf: jax.typing.ArrayLike) -> jax.Array:
-    array = _widen(leaf)
+    array = widen(leaf)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.maximum(_leaf_magnitude(array.real), _leaf_magnitude(array.imag))
     magnitude = jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))

@@ -205,7 +205,7 @@ def plot(runs: dict[str, Run], file: Path) -> None:
         ylabel="training loss",
     )
     scale_ax.set(
-        title="The dynamic scale finds its level",
+        title="The dynamic scale grows as long as nothing overflows",
         xlabel="step",
         ylabel="loss scale",
     )

@@ -143,6 +143,12 @@ def test_set_refuses_what_is_no_number(value):
         ols.set_loss_scale(state, value)
 
 
+def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
+    opt_state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(PARAMS)
+    with pytest.raises(ValueError, match=r"`value` must not be set on a state of `no_"):
+        ols.set_loss_scale(opt_state, 8.0)
+
+
 def moved_state():
     """A state in which no field has its first value."""
     opt_state = TX.init(PARAMS)

@@ -341,6 +341,41 @@ def test_adopting_an_inner_state_continues_the_run():
     assert_same_bits(state.inner_state, inner_state)
 
 
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        (ols.no_loss_scale(), RULE),
+        (ols.no_loss_scale(), ols.static_loss_scale(8.0)),
+        (ols.static_loss_scale(8.0), RULE),
+        (RULE, ols.no_loss_scale()),
+    ],
+    ids=["none, dynamic", "none, static", "static, dynamic", "dynamic, none"],
+)
+def test_a_state_of_another_rule_is_refused(rule, other):
+    # Else gradients scaled by the one would not be unscaled by the other.
+    tx, saved = ols.loss_scaled(adam(), rule), ols.loss_scaled(adam(), other)
+    state = saved.init(PARAMS)
+    with pytest.raises(ValueError, match=r"`state` must be .* this optimizer's own ru"):
+        tx.update(GRADS, state, PARAMS)
+    tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda s: (s,), lambda s: None, lambda s: s._asdict()]
+)
+def test_what_is_no_state_is_refused(wrap):
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(
+        ValueError, match=r"`state` must be a LossScaledState .* got <c"
+    ):
+        tx.update(GRADS, wrap(tx.init(PARAMS)), PARAMS)
+
+
+def test_adopting_with_what_is_no_rule_is_refused():
+    with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got 4.0"):
+        ols.adopt_inner_state(adam().init(PARAMS), 4.0)
+
+
 def test_differentiating_through_a_bad_step_gives_no_nan():
     inner = lenient(optax.adam(0.1, eps_root=1e-8))  # Else its sqrt at 0 gives one.
     tx = ols.loss_scaled(inner, RULE)
