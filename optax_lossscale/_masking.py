@@ -15,7 +15,7 @@ from optax_lossscale._state import PyTree
 from optax_lossscale._tree import is_floating
 
 
-def zeros_unless(finite: jax.Array, tree: PyTree) -> PyTree:
+def mask_inputs(finite: jax.Array, tree: PyTree) -> PyTree:
     """Replaces every floating leaf by zeros on a bad step."""
 
     def select(leaf: PyTree) -> PyTree:
@@ -26,7 +26,7 @@ def zeros_unless(finite: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(select, tree)
 
 
-def updates_unless(finite: jax.Array, updates: PyTree) -> PyTree:
+def mask_updates(finite: jax.Array, updates: PyTree) -> PyTree:
     """Replaces updates on a bad step by zeros that leave every bit of a parameter."""
 
     def select(update: PyTree) -> PyTree:
@@ -37,7 +37,7 @@ def updates_unless(finite: jax.Array, updates: PyTree) -> PyTree:
     return _map_values(select, updates)
 
 
-def state_unless(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state on a bad step."""
     return _map_values(lambda new, old: jnp.where(finite, new, old), new, old)
 

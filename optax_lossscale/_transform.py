@@ -8,9 +8,9 @@ import optax
 
 from optax_lossscale._masking import (
     cast_like,
-    state_unless,
-    updates_unless,
-    zeros_unless,
+    mask_inputs,
+    mask_state,
+    mask_updates,
 )
 from optax_lossscale._rules import (
     LossScale,
@@ -53,11 +53,13 @@ def loss_scaled(
         s = adjust(s, finite)
 
     so a nonfinite step, anywhere, on any device, leaves the parameters and the
-    whole inner state bitwise as they were: moments, counts, schedules. A finite
-    step does what the inner optimizer alone does with the unscaled gradients. The
-    state keeps its structure, dtypes and shardings, so `jit`, `lax.scan` and
-    donation work as without it. What lives elsewhere, such as batch statistics, is
-    yours to select, by `find_loss_scale_state(opt_state).last_finite`.
+    whole inner state bitwise as they were: moments, counts, schedules (but XLA on CPU
+    flushes subnormal parameters in any addition). A finite step does what the inner
+    optimizer alone does with the unscaled gradients: bitwise op by op; under `jit` up
+    to a few ulp, as XLA may contract multiply-adds differently. The state keeps its
+    structure, dtypes and shardings, so `jit`, `lax.scan` and donation work as without
+    it. What lives elsewhere, such as batch statistics, is yours to select, by
+    `find_loss_scale_state(opt_state).last_finite`.
 
     Updates, and the gradients that the inner optimizer sees, are float32 or wider,
     whatever the dtype of the parameters; its state is made for such parameters, so
@@ -70,9 +72,9 @@ def loss_scaled(
     `MultiSteps` for ever.
 
     Args:
-      inner: The optimizer: anything with `init` and `update`.
-        None is `optax.identity()`, which makes a link for `optax.chain`: gradients
-        are unscaled, and zero on a bad step. A link cannot stop the optimizers after
+      inner: The optimizer: anything with `init` and `update`. None is
+        `optax.identity()`, which makes a link for `optax.chain`: gradients are
+        unscaled, and zero on a bad step. A link cannot stop the optimizers after
         it from moving on a bad step (weight decay, momentum, counts), so it is not a
         skip: prefer to wrap.
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
@@ -154,7 +156,7 @@ def loss_scaled(
         finite, *_ = verdict
         adjusted = rule.adjust(loss_scale_state, *verdict)
         if rule.skips:
-            grads, extra_args = zeros_unless(finite, (grads, extra_args))
+            grads, extra_args = mask_inputs(finite, (grads, extra_args))
         updates, updated = optimizer.update(grads, inner_state, params, **extra_args)
         updated = cast_like(updated, inner_state)
         if rule.skips and check_updates:
@@ -163,8 +165,8 @@ def loss_scaled(
             adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
             finite &= updates_finite
         if rule.skips:
-            updates = updates_unless(finite, updates)
-            updated = state_unless(finite, updated, inner_state)
+            updates = mask_updates(finite, updates)
+            updated = mask_state(finite, updated, inner_state)
         return updates, LossScaledState(adjusted, updated)
 
     return optax.GradientTransformationExtraArgs(init, update)

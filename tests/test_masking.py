@@ -9,9 +9,9 @@ from compare import assert_same_bits, types
 
 from optax_lossscale._masking import (
     cast_like,
-    state_unless,
-    updates_unless,
-    zeros_unless,
+    mask_inputs,
+    mask_state,
+    mask_updates,
 )
 
 GOOD, BAD = jnp.asarray(True), jnp.asarray(False)
@@ -30,25 +30,25 @@ KEY = {"key": jax.random.key(0)}
 
 
 def test_a_good_step_changes_no_bit():
-    assert_same_bits(zeros_unless(GOOD, LEAVES), LEAVES)
-    assert_same_bits(updates_unless(GOOD, LEAVES), LEAVES)
+    assert_same_bits(mask_inputs(GOOD, LEAVES), LEAVES)
+    assert_same_bits(mask_updates(GOOD, LEAVES), LEAVES)
     old = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
-    assert_same_bits(state_unless(GOOD, LEAVES, old), LEAVES)
+    assert_same_bits(mask_state(GOOD, LEAVES, old), LEAVES)
 
 
 def test_a_bad_step_keeps_every_bit_of_the_old_state():
     new = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
-    assert_same_bits(state_unless(BAD, new, LEAVES), LEAVES)
+    assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
     other_key = {"key": jax.random.key(1)}
-    assert_same_bits(state_unless(BAD, other_key, KEY), KEY)
+    assert_same_bits(mask_state(BAD, other_key, KEY), KEY)
 
 
 def test_numbers_in_a_state_are_kept_too():
-    assert state_unless(BAD, {"count": 2}, {"count": 1})["count"] == 1
+    assert mask_state(BAD, {"count": 2}, {"count": 1})["count"] == 1
 
 
 def test_a_bad_step_zeroes_what_the_inner_optimizer_sees():
-    seen = zeros_unless(BAD, LEAVES)
+    seen = mask_inputs(BAD, LEAVES)
     for name in ("f32", "f16", "complex"):
         assert not np.any(seen[name])
     assert seen["int"] is LEAVES["int"]
@@ -56,7 +56,7 @@ def test_a_bad_step_zeroes_what_the_inner_optimizer_sees():
 
 def test_functions_among_extra_arguments_pass_through():
     extra = {"value_fn": jnp.sum, "value": float("nan")}
-    seen = zeros_unless(BAD, extra)
+    seen = mask_inputs(BAD, extra)
     assert seen["value_fn"] is jnp.sum
     assert seen["value"] == 0
 
@@ -66,14 +66,14 @@ def test_an_update_of_a_bad_step_leaves_both_zeros_of_a_parameter(dtype):
     params = jnp.asarray([0.0, -0.0, 1.0], dtype)
     if dtype == jnp.complex64:
         params = jax.lax.complex(params.real, -params.real)
-    updates = updates_unless(BAD, jnp.full_like(params, jnp.nan))
+    updates = mask_updates(BAD, jnp.full_like(params, jnp.nan))
     assert_same_bits(optax.apply_updates(params, updates), params)
     assert_same_bits(jax.jit(optax.apply_updates)(params, updates), params)
 
 
 def test_types_are_kept_in_eager_and_jit():
     arrays = {k: v for k, v in LEAVES.items() if k not in ("float0", "masked")}
-    for function in (zeros_unless, updates_unless):
+    for function in (mask_inputs, mask_updates):
         assert types(function(BAD, arrays)) == types(arrays)
         assert types(jax.jit(function)(BAD, arrays)) == types(arrays)
 
