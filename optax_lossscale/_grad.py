@@ -59,7 +59,7 @@ def scaled_value_and_grad(
     """
     get_loss_scale(state)  # Raises here rather than at the first call.
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(fun)
     def scaled_fun(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
         if not has_aux:
@@ -70,7 +70,7 @@ def scaled_value_and_grad(
 
     value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(fun)
     def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
         (_, value), grads = value_and_grad(*args, **kwargs)
         return value, grads
@@ -121,7 +121,7 @@ def scaled_grad(
     """
     value_and_grad = scaled_value_and_grad(fun, state, argnums, has_aux, **jax_kwargs)
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(fun)
     def grad(*args: Any, **kwargs: Any) -> Any:
         value, grads = value_and_grad(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
