@@ -8,6 +8,7 @@ classes, and four sigmoid layers shrink its gradients below float16's range.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,52 +104,62 @@ def make_loss_fn(dtype: jax.typing.DTypeLike) -> Callable[[PyTree, Data], jax.Ar
     return loss_fn
 
 
-def train(name: str, data: tuple[Data, Data], seed: int, steps: int) -> Run:
-    """Trains one variant and measures it."""
-    train_data, test_data = data
-    dtype, rule = VARIANTS[name]
-    loss_fn = make_loss_fn(dtype)
-    params_key, batch_key = jax.random.split(jax.random.key(seed))
-    params = MLP(dtype).init(params_key, train_data.images)
-    tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
-    opt_state = tx.init(params)
+def draw_batch(data: Data, key: jax.Array, step: jax.Array) -> Data:
+    """Draws one step's batch, without replacement."""
+    order = jax.random.permutation(jax.random.fold_in(key, step), TRAIN_SIZE)
+    return Data(*(x[order[:BATCH_SIZE]] for x in data))
 
-    def draw_batch(step: jax.Array) -> Data:
-        key = jax.random.fold_in(batch_key, step)
-        chosen = jax.random.permutation(key, TRAIN_SIZE)[:BATCH_SIZE]
-        return Data(train_data.images[chosen], train_data.labels[chosen])
+
+def make_train_chunk(
+    loss_fn: Callable[[PyTree, Data], jax.Array],
+    tx: optax.GradientTransformationExtraArgs,
+    data: Data,
+    key: jax.Array,
+) -> Callable[..., Any]:
+    """Several training steps in one compiled scan; gives losses and scales."""
 
     def train_step(carry: tuple[PyTree, PyTree], step: jax.Array) -> Any:
         params, opt_state = carry
         grad_fn = ols.scaled_value_and_grad(loss_fn, opt_state)
-        loss, grads = grad_fn(params, draw_batch(step))
+        loss, grads = grad_fn(params, draw_batch(data, key, step))
         loss_scale = ols.get_loss_scale(opt_state)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (loss, loss_scale)
 
-    @jax.jit
-    def train_chunk(carry: tuple[PyTree, PyTree], steps: jax.Array) -> Any:
-        return jax.lax.scan(train_step, carry, steps)
+    return jax.jit(lambda carry, steps: jax.lax.scan(train_step, carry, steps))
 
-    @jax.jit
-    def count_flushed(params: PyTree, opt_state: PyTree, step: jax.Array) -> jax.Array:
-        batch = draw_batch(step)
-        exact = jax.grad(make_loss_fn(jnp.float32))(params, batch)
-        grads = ols.unscale(
-            ols.scaled_grad(loss_fn, opt_state)(params, batch), opt_state
-        )
-        nonzero = jax.tree.map(lambda e: jnp.sum(e != 0), exact)
-        flushed = jax.tree.map(lambda e, g: jnp.sum((e != 0) & (g == 0)), exact, grads)
-        return jnp.stack([optax.tree.sum(flushed), optax.tree.sum(nonzero)])
 
-    carry = (params, opt_state)
+@functools.partial(jax.jit, static_argnums=0)
+def count_flushed(
+    dtype: jax.typing.DTypeLike, params: PyTree, opt_state: PyTree, batch: Data
+) -> jax.Array:
+    """Gradient entries flushed to zero, and those nonzero in float32, `i32[2]`."""
+    exact = jax.grad(make_loss_fn(jnp.float32))(params, batch)
+    scaled = ols.scaled_grad(make_loss_fn(dtype), opt_state)(params, batch)
+    grads = ols.unscale(scaled, opt_state)
+    nonzero = jax.tree.map(lambda e: jnp.sum(e != 0), exact)
+    flushed = jax.tree.map(lambda e, g: jnp.sum((e != 0) & (g == 0)), exact, grads)
+    return jnp.stack([optax.tree.sum(flushed), optax.tree.sum(nonzero)])
+
+
+def train(name: str, data: tuple[Data, Data], seed: int, steps: int) -> Run:
+    """Trains one variant and measures it."""
+    train_data, test_data = data
+    dtype, rule = VARIANTS[name]
+    params_key, batch_key = jax.random.split(jax.random.key(seed))
+    params = MLP(dtype).init(params_key, train_data.images)
+    tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
+    train_chunk = make_train_chunk(make_loss_fn(dtype), tx, train_data, batch_key)
+
+    carry = (params, tx.init(params))
     history, flushed = [], []
     with tqdm(total=steps, desc=f"{name:15}", unit="step") as bar:
         for chunk in np.array_split(np.arange(steps), min(REPORTS, steps)):
             carry, chunk_history = train_chunk(carry, chunk)
             history.append(chunk_history)
-            flushed.append(count_flushed(*carry, chunk[-1]))
+            batch = draw_batch(train_data, batch_key, chunk[-1])
+            flushed.append(count_flushed(dtype, *carry, batch))
             bar.update(len(chunk))
 
     params, opt_state = carry
@@ -266,14 +277,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:
-        results = {name: [run.results for run in of] for name, of in runs.items()}
-        one_seed = len(arguments.seed) == 1
-        arguments.json.write_text(
-            json.dumps(
-                {name: of[0] if one_seed else of for name, of in results.items()},
-                indent=2,
-            )
-        )
+        results = {
+            name: [run.results for run in of_seeds]
+            if of_seeds[1:]
+            else of_seeds[0].results
+            for name, of_seeds in runs.items()
+        }
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
         print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")
