@@ -131,7 +131,7 @@ def dynamic_loss_scale(
       (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures
       from PyTorch: the scale has a floor and a cap, so it never reaches zero or
       infinity; the gradients are checked after unscaling; `>=` in place of `==`,
-      so a counter restored under a longer interval still grows.
+      so a count saved under a longer interval still grows.
     """
     init_scale = static_scale("init_scale", init_scale)
     min_scale = static_scale("min_scale", min_scale)

@@ -122,6 +122,8 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
 def get_loss_scale(tree: PyTree) -> jax.Array:
     """Returns the current loss scale, `f32[]`.
 
+        get_loss_scale(tree) = find_loss_scale_state(tree).loss_scale
+
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
 
@@ -142,6 +144,8 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
 
 def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     """Returns the same tree with another loss scale; all else is untouched.
+
+        get_loss_scale(set_loss_scale(tree, value)) = value
 
     The rule goes on from there with the counters that it has. Nothing is changed in
     place, so use the result; for an `nnx.Optimizer`,

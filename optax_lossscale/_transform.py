@@ -132,7 +132,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         if is_bare:
             return LossScaledState(rule.init(), optimizer.init(params))
-        inner_state = optimizer.init(jax.tree.map(_widen, params))
+        inner_state = optimizer.init(jax.tree.map(_wide_param, params))
         return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
 
     def update(
@@ -176,6 +176,8 @@ def adopt_inner_state(
     inner_state: optax.OptState, loss_scale: LossScale | None = None
 ) -> LossScaledState:
     """Makes the state of `loss_scaled(inner)` from one that was saved without it.
+
+        adopt_inner_state(m, loss_scale) = LossScaledState(loss_scale.init(), m)
 
     The way back is `.inner_state`.
 
@@ -225,7 +227,7 @@ def _as_optimizer(
     return optax.with_extra_args_support(inner)
 
 
-def _widen(param: PyTree) -> PyTree:
+def _wide_param(param: PyTree) -> PyTree:
     """A parameter, perhaps abstract, as the inner optimizer's `init` shall see it."""
     if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
         dtype = wide_dtype(param.dtype)

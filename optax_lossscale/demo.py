@@ -45,6 +45,16 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
 
+# Okabe and Ito's colours, which colour-blind people tell apart; and line styles,
+# because three of the curves lie on each other.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
+    {"color": "#D55E00", "linewidth": 1.5},
+    {"color": "#E69F00", "linewidth": 1.5},
+    {"color": "#0072B2", "linewidth": 1.2, "linestyle": "--"},
+    {"color": "#009E73", "linewidth": 1.2, "linestyle": ":"},
+)
+
 
 class Data(NamedTuple):
     """Digits: images `f32[n, 64]` in [0, 1], labels `i32[n]`."""
@@ -225,17 +235,6 @@ def plot(runs: dict[str, Run], file: Path) -> None:
         ax.grid(alpha=0.3)
     figure.savefig(file, dpi=110)
     plt.close(figure)
-
-
-# Okabe and Ito's colours, which colour-blind people tell apart; and line styles,
-# because three of the curves lie on each other.
-STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
-    {"color": "#D55E00", "linewidth": 1.5},
-    {"color": "#E69F00", "linewidth": 1.5},
-    {"color": "#0072B2", "linewidth": 1.2, "linestyle": "--"},
-    {"color": "#009E73", "linewidth": 1.2, "linestyle": ":"},
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
