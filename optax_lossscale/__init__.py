@@ -1,6 +1,8 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
+from optax_lossscale import presets
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
+from optax_lossscale._keras import ema_params, finalize_params, loss_scale_optimizer
 from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
@@ -32,12 +34,16 @@ __all__ = [
     "adopt_inner_state",
     "all_finite",
     "dynamic_loss_scale",
+    "ema_params",
+    "finalize_params",
     "find_loss_scale_state",
     "get_loss_scale",
     "loss_scale_metrics",
+    "loss_scale_optimizer",
     "loss_scaled",
     "max_magnitude",
     "no_loss_scale",
+    "presets",
     "raise_if_stalled",
     "scale",
     "scaled_grad",

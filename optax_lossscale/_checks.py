@@ -29,6 +29,16 @@ def static_scale(name: str, value: float) -> float:
     return float(scale)
 
 
+def static_flag(name: str, value: bool) -> bool:
+    """A choice as a setting: True or False, and nothing that merely looks like one."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"`{name}` must be True or False, got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    return bool(value)
+
+
 def static_factor(name: str, value: float, low: float, high: float) -> float:
     """A factor as a setting: as float32, strictly between `low` and `high`."""
     with np.errstate(over="ignore"):
@@ -42,16 +52,29 @@ def static_factor(name: str, value: float, low: float, high: float) -> float:
     return factor
 
 
-def static_count(name: str, value: int) -> int:
-    """A number of steps as a setting: positive, and such that an `i32` holds it."""
+def static_number(name: str, value: float, low: float, high: float = np.inf) -> float:
+    """A finite number as a setting, from `low` to `high`."""
+    number = _as_float64(name, value)
+    if number.ndim != 0:
+        raise TypeError(f"`{name}` must be one number, got shape {number.shape}.")
+    if not (np.isfinite(number) and low <= number <= high):
+        upper = f" and at most {high:g}" if np.isfinite(high) else ""
+        raise ValueError(
+            f"`{name}` must be finite, at least {low:g}{upper}, got {value}."
+        )
+    return float(number)
+
+
+def static_count(name: str, value: int, minimum: int = 1) -> int:
+    """A number of steps as a setting, such that an `i32` holds it."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(
             f"`{name}` must be an integer, got {value!r} of type "
             f"{type(value).__name__}."
         )
-    if not 1 <= value <= np.iinfo(np.int32).max:
+    if not minimum <= value <= np.iinfo(np.int32).max:
         raise ValueError(
-            f"`{name}` must be at least 1 and below 2**31, got {value}. "
+            f"`{name}` must be at least {minimum} and below 2**31, got {value}. "
             "(It counts steps.)"
         )
     return int(value)

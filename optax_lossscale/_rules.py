@@ -156,7 +156,7 @@ def dynamic_loss_scale(
             growth_count=jnp.zeros((), jnp.int32),
             hysteresis_count=jnp.asarray(hysteresis, jnp.int32),
         )
-        return _first_state(init_scale, rule_state)
+        return first_state(init_scale, rule_state)
 
     def adjust(
         state: LossScaleState,
@@ -180,7 +180,7 @@ def dynamic_loss_scale(
             growth_count=jnp.where(finite & ~grow, finite_count, 0),
             hysteresis_count=jnp.where(refill, hysteresis, left),
         )
-        return _count_step(state, finite, s, rule_state)
+        return count_step(state, finite, s, rule_state)
 
     return LossScale(init, adjust)
 
@@ -217,7 +217,7 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
     scale = static_scale("scale", scale)
 
     def init() -> LossScaleState:
-        return _first_state(scale, ())
+        return first_state(scale, ())
 
     return LossScale(init, hold if skip_nonfinite else _hold_unchecked, skip_nonfinite)
 
@@ -251,7 +251,7 @@ def hold(
     """An `adjust` that counts the step and leaves the scale as it is."""
     del grads_max
     finite = jnp.asarray(grads_finite, bool)
-    return _count_step(state, finite, state.loss_scale, state.rule_state)
+    return count_step(state, finite, state.loss_scale, state.rule_state)
 
 
 def _hold_unchecked(
@@ -263,9 +263,10 @@ def _hold_unchecked(
     return hold(state, True)
 
 
-def _count_step(
+def count_step(
     state: LossScaleState, finite: jax.Array, loss_scale: jax.Array, rule_state: PyTree
 ) -> LossScaleState:
+    """The state after one more step, with the new scale and `rule_state`."""
     in_a_row = optax.safe_increment(state.notfinite_count)
     total = optax.safe_increment(state.total_notfinite)
     return LossScaleState(
@@ -278,7 +279,8 @@ def _count_step(
     )
 
 
-def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
+def first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
+    """The state before the first step."""
     return LossScaleState(
         loss_scale=jnp.asarray(init_scale, jnp.float32),
         last_finite=jnp.asarray(True),
@@ -290,4 +292,4 @@ def _first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
 
 
 def _init_one() -> LossScaleState:
-    return _first_state(1.0, Unscaled())
+    return first_state(1.0, Unscaled())

@@ -116,7 +116,8 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
             f"the tree must hold one LossScaleState, got {len(found)}, at {paths}. "
             "(Pass the part of the tree that holds the one you mean.)"
         )
-    return _unwrap(found[0][1])
+    state: LossScaleState = unwrap(found[0][1])
+    return state
 
 
 def get_loss_scale(tree: PyTree) -> jax.Array:
@@ -202,15 +203,14 @@ def _is_state(node: object) -> bool:
     return isinstance(node, LossScaleState)
 
 
-def _unwrap(state: LossScaleState) -> LossScaleState:
+def unwrap(tree: PyTree) -> PyTree:
     """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
 
     def is_wrapped(node: object) -> bool:
         return hasattr(node, "__jax_array__")
 
-    unwrapped: LossScaleState = jax.tree.map(
+    return jax.tree.map(
         lambda node: jnp.asarray(node) if is_wrapped(node) else node,
-        state,
+        tree,
         is_leaf=is_wrapped,
     )
-    return unwrapped

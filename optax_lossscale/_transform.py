@@ -23,13 +23,12 @@ from optax_lossscale._tree import (
     AxisName,
     Mask,
     all_finite,
-    is_floating,
+    is_absent,
     max_magnitude,
     resolve_mask,
     unscale,
     where_true,
-    wide_dtype,
-    widen,
+    wide_param,
 )
 
 
@@ -124,7 +123,7 @@ def loss_scaled(
       `optax.apply_if_finite`, from which it departs: nonfinite updates are never
       applied, however many there are in a row.
     """
-    optimizer = _as_optimizer(inner)
+    optimizer = as_optimizer("inner", optax.identity() if inner is None else inner)
     rule = _as_rule(loss_scale)
     rule_structure = jax.tree.structure(jax.eval_shape(rule.init))
     is_bare = rule == no_loss_scale()
@@ -132,7 +131,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         if is_bare:
             return LossScaledState(rule.init(), optimizer.init(params))
-        inner_state = optimizer.init(jax.tree.map(_wide_param, params))
+        inner_state = optimizer.init(jax.tree.map(wide_param, params))
         return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
 
     def update(
@@ -202,6 +201,20 @@ def adopt_inner_state(
     return LossScaledState(_as_rule(loss_scale).init(), inner_state)
 
 
+def as_optimizer(
+    name: str, inner: optax.GradientTransformation | optax.MultiSteps
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that a setting stands for; refuses what is none."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
+            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
+        )
+    return optax.with_extra_args_support(inner)
+
+
 def _as_rule(loss_scale: LossScale | None) -> LossScale:
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
     if not isinstance(rule, LossScale):
@@ -210,29 +223,6 @@ def _as_rule(loss_scale: LossScale | None) -> LossScale:
             f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
         )
     return rule
-
-
-def _as_optimizer(
-    inner: optax.GradientTransformation | optax.MultiSteps | None,
-) -> optax.GradientTransformationExtraArgs:
-    if inner is None:
-        inner = optax.identity()
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"`inner` must be an optimizer with `init` and `update`, got {inner!r} of "
-            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
-        )
-    return optax.with_extra_args_support(inner)
-
-
-def _wide_param(param: PyTree) -> PyTree:
-    """A parameter, perhaps abstract, as the inner optimizer's `init` shall see it."""
-    if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
-        dtype = wide_dtype(param.dtype)
-        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
-    return widen(param) if is_floating(param) else param
 
 
 def _strengthen(leaf: PyTree) -> PyTree:
@@ -255,9 +245,6 @@ def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
         params = params.fast
     if params is None:
         return
-
-    def is_absent(node: PyTree) -> bool:
-        return node is None or isinstance(node, optax.MaskedNode)
 
     def is_matched(grad: PyTree, param: PyTree) -> bool:
         return is_absent(grad) or jax.tree_util.all_leaves([param])

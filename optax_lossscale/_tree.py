@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from optax_lossscale._state import PyTree, get_loss_scale
@@ -173,6 +174,11 @@ def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
+def is_absent(node: object) -> bool:
+    """Whether a node stands for a leaf that is not there."""
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
 def resolve_mask(mask: Mask, tree: PyTree) -> PyTree:
     """A mask as a pytree of bools that is a prefix of `tree`."""
     if mask is None:
@@ -189,6 +195,14 @@ def widen(leaf: jax.typing.ArrayLike) -> jax.Array:
     """A floating leaf as float32 or wider, strongly typed."""
     array = jnp.asarray(leaf)
     return array.astype(wide_dtype(array.dtype))
+
+
+def wide_param(param: PyTree) -> PyTree:
+    """A parameter, perhaps abstract, as the inner optimizer's `init` shall see it."""
+    if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
+        dtype = wide_dtype(param.dtype)
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+    return widen(param) if is_floating(param) else param
 
 
 def _multiply(

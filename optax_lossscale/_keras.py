@@ -1,0 +1,282 @@
+"""Keras's `LossScaleOptimizer`, its whole signature, over any Optax optimizer."""
+
+import jax
+import optax
+
+from optax_lossscale._checks import (
+    SMALLEST_SCALE,
+    static_count,
+    static_flag,
+    static_number,
+    static_scale,
+)
+from optax_lossscale._keras_parts import (
+    AverageAfterState,
+    accumulate_before,
+    average_after,
+    clip_each,
+    decay_first,
+)
+from optax_lossscale._rules import LossScale, static_loss_scale
+from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
+from optax_lossscale._transform import as_optimizer, loss_scaled
+from optax_lossscale._tree import AxisName
+from optax_lossscale.presets import keras, tf_keras
+
+_CLIPS = {
+    "clipnorm": clip_each,
+    "clipvalue": optax.clip,
+    "global_clipnorm": optax.clip_by_global_norm,
+}
+
+
+def loss_scale_optimizer(
+    inner_optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    dynamic: bool = True,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+    weight_decay: float | None = None,
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    clipnorm: float | None = None,
+    clipvalue: float | None = None,
+    global_clipnorm: float | None = None,
+    use_ema: bool = False,
+    ema_momentum: float = 0.99,
+    ema_overwrite_frequency: int | None = None,
+    loss_scale_factor: float | None = None,
+    gradient_accumulation_steps: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keras's `LossScaleOptimizer` over any Optax optimizer.
+
+    With scaled gradients `g`, loss scale `s`, accumulation over `k` steps, learning
+    rate `lr`, parameters `p` and their average `a`, one step is, in Keras's order,
+
+        g = unscale(g, s);  finite = all_finite(g);  adjust s
+        if not finite: that is all
+        accumulate g; every k-th time, with g the mean of k:
+            g = clip(g)
+            p = p - p * weight_decay * lr
+            p = p + inner_optimizer(g, p)
+            a = ema_momentum * a + (1 - ema_momentum) * p        (the first time, a = p)
+            every ema_overwrite_frequency-th update: p = a
+
+    Like Keras 3, on a nonfinite step nothing advances: a bad micro-batch is dropped
+    alone, and its window goes on until it has `k` finite ones. (tf.keras counts an
+    iteration on a skipped step.) The rule is `presets.keras`; with `dynamic=False` or
+    `loss_scale_factor`, a fixed scale as in Keras, where NOTHING IS CHECKED:
+    `loss_scaled(optimizer, static_loss_scale(c))` has a fixed scale and skips.
+
+    Departures from Keras 3, which takes most of these options on the inner optimizer:
+    here they work where its page lists them. The average moves once an update, as the
+    page says; the source moves it on every micro-step. Schedules inside
+    `inner_optimizer` count its updates; `learning_rate` counts all finite steps, as
+    Keras does.
+
+    Args:
+      inner_optimizer: The optimizer: anything with `init` and `update`.
+      dynamic: Whether the scale adjusts itself. With False, `initial_scale` is
+        required, and is the scale.
+      initial_scale: First scale, dimensionless, from `2**-126` to `2**126`. None is
+        `2**15`.
+      dynamic_growth_steps: Finite steps to the next doubling, at least 1. None is 2000.
+      weight_decay: Decoupled weight decay, at least 0, per unit of learning rate.
+        Optimizers that decay by themselves, such as `optax.adamw`, do it as well.
+      learning_rate: Number or schedule, for `weight_decay` alone, which needs it: an
+        Optax optimizer does not tell its own.
+      clipnorm: Largest L2 norm of each gradient array, above 0.
+      clipvalue: Largest magnitude of each gradient entry, above 0.
+      global_clipnorm: Largest L2 norm of all gradients together, above 0.
+      use_ema: Whether to keep a moving average of the parameters: `ema_params`.
+      ema_momentum: From 0 to 1.
+      ema_overwrite_frequency: Updates from one overwriting of the parameters by their
+        average to the next, at least 1. None: never; see `finalize_params`.
+      loss_scale_factor: A fixed scale, in place of all the loss scale settings above.
+      gradient_accumulation_steps: Finite steps to an update, at least 1. None is 1.
+      axis_name: As in `loss_scaled`.
+
+    Returns:
+      A `GradientTransformationExtraArgs` with a `LossScaledState`, as `loss_scaled`.
+
+    Raises:
+      ValueError: If a setting is outside its range; if two of the three clips are
+        given; `weight_decay` without `learning_rate`; `dynamic=False` without a scale
+        or with `dynamic_growth_steps`; `loss_scale_factor` with `initial_scale` or
+        `dynamic_growth_steps`. From `update`: if it needs `params` and gets none.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scale_optimizer(optax.sgd(0.5), initial_scale=8.0, clipvalue=1)
+      >>> params = jnp.ones(2)
+      >>> opt_state = tx.init(params)
+      >>> updates, opt_state = tx.update(jnp.array([8.0, 80.0]), opt_state)
+      >>> optax.apply_updates(params, updates)
+      Array([0.5, 0.5], dtype=float32)
+
+    References:
+      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py` and
+      `base_optimizer.py`.
+    """
+    rule = _make_rule(dynamic, initial_scale, dynamic_growth_steps, loss_scale_factor)
+    clip = _make_clip(clipnorm, clipvalue, global_clipnorm)
+    window = _optional_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    frequency = _optional_count("ema_overwrite_frequency", ema_overwrite_frequency)
+    momentum = static_number("ema_momentum", ema_momentum, 0.0, 1.0)
+    schedule = _make_schedule(learning_rate)
+
+    # Keras's order, from the inside out.
+    optimizer = as_optimizer("inner_optimizer", inner_optimizer)
+    if weight_decay is not None:
+        decay = static_number("weight_decay", weight_decay, 0.0)
+        if schedule is None:
+            raise ValueError(
+                "`learning_rate` must be given with `weight_decay`, got None. (An "
+                "Optax optimizer does not tell its own: give the same again.)"
+            )
+        optimizer = decay_first(optimizer, decay, schedule, window or 1)
+    if clip is not None:
+        optimizer = optax.chain(clip, optimizer)
+    if static_flag("use_ema", use_ema):
+        optimizer = average_after(optimizer, momentum, frequency)
+    if window is not None:
+        optimizer = accumulate_before(optimizer, window)
+    return loss_scaled(optimizer, rule, axis_name=axis_name)
+
+
+def ema_params(opt_state: PyTree) -> PyTree:
+    """Returns the moving average of the parameters, to evaluate with.
+
+        a = ema_momentum * a + (1 - ema_momentum) * params, after each update
+
+    Args:
+      opt_state: State of a `loss_scale_optimizer` with `use_ema=True`, or any pytree
+        that holds exactly one.
+
+    Returns:
+      The average: the tree of the parameters, its floating leaves float32 or wider.
+      Before the first update it is the parameters that `init` was given.
+
+    Raises:
+      ValueError: If `opt_state` holds no average, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
+      >>> ols.ema_params(tx.init(jnp.ones(2)))
+      Array([1., 1.], dtype=float32)
+
+    References:
+      keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
+    """
+    averages = _averages_in(opt_state)
+    if len(averages) != 1:
+        raise ValueError(
+            "`opt_state` must hold one average of the parameters, got "
+            f"{len(averages)}. (`loss_scale_optimizer(..., use_ema=True)` keeps one.)"
+        )
+    return averages[0]
+
+
+def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
+    """Returns the parameters to end a training with: their average, if there is one.
+
+    Keras's `finalize_variable_values`, which its `fit` calls after the last epoch.
+
+    Args:
+      params: The parameters, floating leaves of any shape.
+      opt_state: State of a `loss_scale_optimizer`, or any pytree that holds one.
+
+    Returns:
+      With `use_ema=True` the average, in the dtypes of `params`; else `params`.
+
+    Raises:
+      ValueError: If `opt_state` is no state of a loss-scaled optimizer, or of several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scale_optimizer(optax.sgd(1.0), use_ema=True, ema_momentum=0.5)
+      >>> params = jnp.zeros(1)
+      >>> opt_state = tx.init(params)
+      >>> for _ in range(2):
+      ...     grads = ols.scale(jnp.ones(1), opt_state)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params, ols.finalize_params(params, opt_state)
+      (Array([-2.], dtype=float32), Array([-1.5], dtype=float32))
+
+    References:
+      keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
+    """
+    find_loss_scale_state(opt_state)
+    if not _averages_in(opt_state):
+        return params
+    return optax.tree.cast_like(ema_params(opt_state), params)
+
+
+def _averages_in(tree: PyTree) -> list[PyTree]:
+    def is_average(node: object) -> bool:
+        return isinstance(node, AverageAfterState)
+
+    nodes = jax.tree.leaves(tree, is_leaf=is_average)
+    return [unwrap(node.average) for node in nodes if is_average(node)]
+
+
+def _make_rule(
+    dynamic: bool,
+    initial_scale: float | None,
+    dynamic_growth_steps: int | None,
+    loss_scale_factor: float | None,
+) -> LossScale:
+    if loss_scale_factor is not None:
+        for name, value in (
+            ("initial_scale", initial_scale),
+            ("dynamic_growth_steps", dynamic_growth_steps),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` must be None with `loss_scale_factor`, got {value}. "
+                    "(That is one fixed scale.)"
+                )
+        static_flag("dynamic", dynamic)
+        scale = static_scale("loss_scale_factor", loss_scale_factor)
+        return static_loss_scale(scale, skip_nonfinite=False)
+    if static_flag("dynamic", dynamic):
+        return keras(
+            2.0**15 if initial_scale is None else initial_scale,
+            2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        )
+    return tf_keras(False, initial_scale, dynamic_growth_steps)
+
+
+def _make_clip(
+    clipnorm: float | None, clipvalue: float | None, global_clipnorm: float | None
+) -> optax.GradientTransformation | None:
+    limits = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if len(given) > 1:
+        raise ValueError(
+            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` must be "
+            f"given, got {' and '.join(f'`{name}`' for name in given)}."
+        )
+    for name, limit in given.items():
+        limit = static_number(name, limit, SMALLEST_SCALE)
+        return _CLIPS[name](limit)
+    return None
+
+
+def _make_schedule(
+    learning_rate: optax.ScalarOrSchedule | None,
+) -> optax.Schedule | None:
+    if learning_rate is None or callable(learning_rate):
+        return learning_rate
+    return optax.constant_schedule(static_number("learning_rate", learning_rate, 0.0))
+
+
+def _optional_count(name: str, value: int | None) -> int | None:
+    return None if value is None else static_count(name, value)

@@ -1,0 +1,193 @@
+"""PyTorch's rule, and a run carried across from there and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._checks import (
+    static_count,
+    static_factor,
+    static_flag,
+    static_scale,
+)
+from optax_lossscale._rules import DynamicRuleState, LossScale, no_loss_scale
+from optax_lossscale._state import LossScaleState, PyTree, find_loss_scale_state
+from optax_lossscale.presets._rules import uncapped
+
+_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+_TRACKER = "_growth_tracker"
+
+
+def torch(
+    init_scale: float = 65536.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> LossScale:
+    """PyTorch's `torch.amp.GradScaler`.
+
+        finite step:     t = t + 1;  if t == growth_interval: s = s growth_factor, t = 0
+        nonfinite step:  s = s backoff_factor;  t = 0
+
+    Growth that float32 does not hold is refused, and the count starts again.
+
+    Departure: PyTorch has no floor and reaches zero, after 166 nonfinite steps.
+
+    Args:
+      init_scale: First scale, from `2**-126` to `2**126`.
+      growth_factor: Above 1.
+      backoff_factor: Strictly between 0 and 1.
+      growth_interval: Finite steps to the next growth, at least 1.
+      enabled: False is `no_loss_scale()`, whatever else is set.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If a setting is outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.presets.torch(8.0, growth_interval=1)
+      >>> rule.adjust(rule.init(), True).loss_scale
+      Array(16., dtype=float32)
+      >>> ols.presets.torch(enabled=False) == ols.no_loss_scale()
+      True
+
+    References:
+      torch 2.13, `torch/amp/grad_scaler.py`,
+      `aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp`.
+    """
+    if not static_flag("enabled", enabled):
+        return no_loss_scale()
+    return uncapped(
+        init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+
+
+def from_torch_state_dict(
+    state_dict: Mapping[str, Any],
+) -> tuple[LossScale, LossScaleState]:
+    """Makes rule and state from what `torch.amp.GradScaler.state_dict()` returned.
+
+        s = state_dict["scale"];  growth_count = state_dict["_growth_tracker"]
+
+    The next step does what PyTorch's next step would have done. Put the state into an
+    optimizer's: `tx.init(params)._replace(loss_scale_state=state)`.
+
+    Args:
+      state_dict: The five entries `scale`, `growth_factor`, `backoff_factor`,
+        `growth_interval` and `_growth_tracker`; numbers, or arrays of one.
+
+    Returns:
+      `(rule, state)`: `presets.torch` with those settings, and its state at that scale
+      and count. What PyTorch does not save starts at zero.
+
+    Raises:
+      ValueError: If a key is missing or unknown (it names them), or a value outside
+        its range, such as a scale that has collapsed to zero.
+      TypeError: If a value is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule, state = ols.presets.from_torch_state_dict({
+      ...     "scale": 1024.0,
+      ...     "growth_factor": 2.0,
+      ...     "backoff_factor": 0.5,
+      ...     "growth_interval": 2000,
+      ...     "_growth_tracker": 1999,
+      ... })
+      >>> rule.adjust(state, True).loss_scale
+      Array(2048., dtype=float32)
+
+    References:
+      torch 2.13, `torch/amp/grad_scaler.py`.
+    """
+    expected, given = {*_KEYS, _TRACKER}, set(state_dict)
+    if given != expected:
+        raise ValueError(
+            "`state_dict` must be that of an enabled GradScaler, got missing keys "
+            f"{sorted(expected - given)} and unknown keys {sorted(given - expected)}. "
+            "(That of a disabled one is empty: use `no_loss_scale()`.)"
+        )
+    entries = {
+        key: value.item() if hasattr(value, "item") else value
+        for key, value in state_dict.items()
+    }
+    scale, growth_factor, backoff_factor, growth_interval = (
+        entries[key] for key in _KEYS
+    )
+    # It may be 0, which is no count of steps to wait for.
+    tracker = static_count(_TRACKER, entries[_TRACKER], minimum=0)
+    rule = torch(
+        static_scale("scale", scale), growth_factor, backoff_factor, growth_interval
+    )
+    state = rule.init()
+    rule_state = DynamicRuleState(
+        growth_count=jnp.asarray(tracker, jnp.int32),
+        hysteresis_count=state.rule_state.hysteresis_count,
+    )
+    return rule, state._replace(rule_state=rule_state)
+
+
+def to_torch_state_dict(
+    state: PyTree,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> dict[str, float | int]:
+    """Makes what `torch.amp.GradScaler.load_state_dict` takes.
+
+        {"scale": s, "_growth_tracker": growth_count, ...the settings}
+
+    PyTorch has no place for the rest: hysteresis, and the counts of skipped steps.
+
+    Args:
+      state: A `LossScaleState` of a rule that counts as PyTorch's does
+        (`presets.torch`, `dynamic_loss_scale`), or any pytree that holds exactly one,
+        such as an optimizer state. Concrete: this is for use outside `jit`.
+      growth_factor: As the rule was made with; above 1.
+      backoff_factor: Likewise; strictly between 0 and 1.
+      growth_interval: Likewise, finite steps; at least 1.
+
+    Returns:
+      A dict of the five entries, Python numbers.
+
+    Raises:
+      ValueError: If `state` is of a rule that keeps no such count, or a setting is
+        outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> state = ols.presets.torch().init()
+      >>> state_dict = ols.presets.to_torch_state_dict(state)
+      >>> state_dict["scale"], state_dict["_growth_tracker"]
+      (65536.0, 0)
+
+    References:
+      torch 2.13, `torch/amp/grad_scaler.py`.
+    """
+    state = find_loss_scale_state(state)
+    if not isinstance(state.rule_state, DynamicRuleState):
+        raise ValueError(
+            "`state` must be that of a dynamic rule such as `presets.torch`, got "
+            f"`rule_state` {state.rule_state!r}. (GradScaler has no other.)"
+        )
+    static_factor("growth_factor", growth_factor, 1.0, np.inf)
+    static_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    return {
+        "scale": float(state.loss_scale),
+        "growth_factor": float(growth_factor),
+        "backoff_factor": float(backoff_factor),
+        "growth_interval": static_count("growth_interval", growth_interval),
+        _TRACKER: int(state.rule_state.growth_count),
+    }

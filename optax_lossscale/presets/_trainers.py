@@ -1,0 +1,244 @@
+"""The rules of those who train at large on PyTorch."""
+
+import numpy as np
+
+from optax_lossscale._checks import (
+    static_count,
+    static_factor,
+    static_flag,
+    static_number,
+    static_scale,
+)
+from optax_lossscale._rules import LossScale, dynamic_loss_scale
+from optax_lossscale.presets._rules import floor_or_none, late, tolerant, uncapped
+
+
+def apex(
+    init_scale: float = 2.0**16,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> LossScale:
+    """NVIDIA apex's `amp.scaler.LossScaler`.
+
+        start:           s = min(init_scale, max_loss_scale)
+        finite step:     u = u + 1
+                         if u == scale_window: s = min(2 s, max_loss_scale), u = 0
+        nonfinite step:  s = max(s / 2, min_loss_scale);  u = 0
+
+    Departure: apex adjusts once a loss, this once a step; several losses: one state
+    each (the notebook `06_coming_from` has the recipe).
+
+    Args:
+      init_scale: First scale, from `2**-126` to `2**126`.
+      scale_window: Finite steps to the next doubling, at least 1.
+      min_loss_scale: Floor of the scale; None is `2**-126`.
+      max_loss_scale: Cap of the scale, at most `2**126`.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If a setting is outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> ols.presets.apex(2.0**20, max_loss_scale=8.0).init().loss_scale
+      Array(8., dtype=float32)
+
+    References:
+      apex before its pull request 1896, `apex/amp/scaler.py`.
+    """
+    cap = static_scale("max_loss_scale", max_loss_scale)
+    return dynamic_loss_scale(
+        min(static_scale("init_scale", init_scale), cap),
+        growth_interval=static_count("scale_window", scale_window),
+        min_scale=floor_or_none("min_loss_scale", min_loss_scale),
+        max_scale=cap,
+    )
+
+
+def megatron(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> LossScale:
+    """Megatron-LM's `DynamicGradScaler`.
+
+        finite step:     t = t + 1
+                         if t == growth_interval: s = s growth_factor, t = 0,
+                                                  h = hysteresis
+        nonfinite step:  t = 0;  h = h - 1
+                         if h <= 0: s = max(s backoff_factor, min_scale)
+
+    Only growth refills `h`: once used up, every nonfinite step backs off until
+    `growth_interval` finite ones pass. (Megatron's docstring says "consecutive".)
+
+    Departure: Megatron's scale can grow to infinity.
+
+    Args:
+      initial_scale: First scale, from `2**-126` to `2**126`.
+      min_scale: Floor of the scale; 0 is `2**-126`.
+      growth_factor: Above 1.
+      backoff_factor: Strictly between 0 and 1.
+      growth_interval: Finite steps to the next growth, at least 1.
+      hysteresis: Nonfinite steps that it takes to back off, at least 1.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If a setting is outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.presets.megatron(initial_scale=8.0)
+      >>> state = rule.init()
+      >>> for _ in range(3):
+      ...     state = rule.adjust(state, False)
+      ...     print(state.loss_scale)
+      8.0
+      4.0
+      2.0
+
+    References:
+      Megatron-LM core 0.16.1, `megatron/core/optimizer/grad_scaler.py`.
+    """
+    return uncapped(
+        static_scale("initial_scale", initial_scale),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=floor_or_none("min_scale", min_scale),
+        hysteresis=hysteresis,
+        consecutive=False,
+    )
+
+
+def deepspeed(
+    init_scale: float = 2.0**32,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 1,
+    consecutive_hysteresis: bool = False,
+) -> LossScale:
+    """DeepSpeed's `DynamicLossScaler`.
+
+        start:           c = -1;  h = delayed_shift
+        finite step:     c = c + 1;  if consecutive_hysteresis: h = delayed_shift
+                         if c == scale_window: s = 2 s, c = 0, h = delayed_shift
+        nonfinite step:  c = -1
+                         if h == 1: s = max(s / 2, min_scale)  else: h = h - 1
+
+    So growth comes on finite step `scale_window + 1` after the start and after each
+    nonfinite step, and then every `scale_window` finite steps. (DeepSpeed before its
+    pull request 6976 of June 2025 was not late: that is `presets.megatron` with these
+    settings.)
+
+    Departure: DeepSpeed can raise at `min_scale` (`raise_error_at_min_scale`).
+
+    Args:
+      init_scale: First scale, from `2**-126` to `2**126`.
+      scale_window: Finite steps from one growth to the next, at least 1.
+      min_scale: Floor of the scale; 0 is `2**-126`.
+      delayed_shift: Nonfinite steps that it takes to back off, at least 1.
+      consecutive_hysteresis: Whether any finite step refills that allowance, and not
+        only growth.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If a setting is outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.presets.deepspeed(8.0, scale_window=1)
+      >>> state = rule.init()
+      >>> for _ in range(3):
+      ...     state = rule.adjust(state, True)
+      ...     print(state.loss_scale)
+      8.0
+      16.0
+      32.0
+
+    References:
+      DeepSpeed 0.19.8, `deepspeed/runtime/fp16/loss_scaler.py`.
+    """
+    rule = uncapped(
+        static_scale("init_scale", init_scale),
+        growth_interval=static_count("scale_window", scale_window),
+        min_scale=floor_or_none("min_scale", min_scale),
+        hysteresis=static_count("delayed_shift", delayed_shift),
+        consecutive=static_flag("consecutive_hysteresis", consecutive_hysteresis),
+    )
+    return late(rule)
+
+
+def fairseq(
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    tolerance: float = 0.0,
+    threshold: float | None = None,
+    min_loss_scale: float = 1e-4,
+) -> LossScale:
+    """Fairseq's `DynamicLossScaler`.
+
+    With all steps since the scale last changed `r`, this one included, and nonfinite
+    steps since the last backoff `o`:
+
+        finite step:     c = c + 1
+                         if c == scale_window: s = s scale_factor, c = r = 0
+        nonfinite step:  c = 0;  o = o + 1
+                         if o / r >= tolerance:
+                             s = max(s / scale_factor, threshold);  r = o = 0
+
+    Departure: where `s` would come to `min_loss_scale` or below, fairseq puts back the
+    value before and raises; this keeps that value and goes on skipping, which
+    `notfinite_count` shows.
+
+    Args:
+      init_scale: First scale, from `2**-126` to `2**126`.
+      scale_factor: Factor of growth, and divisor of backoff; above 1.
+      scale_window: Finite steps to the next growth, at least 1.
+      tolerance: Share of nonfinite steps that does not yet back off, from 0 to 1.
+      threshold: Floor of the scale; None is `2**-126`.
+      min_loss_scale: The scale stays above this; at least 0.
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If a setting is outside its range.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.presets.fairseq(8.0, tolerance=0.5)
+      >>> state = rule.init()
+      >>> for finite in [True, True, False, False]:
+      ...     state = rule.adjust(state, finite)
+      ...     print(state.loss_scale)
+      8.0
+      8.0
+      8.0
+      4.0
+
+    References:
+      fairseq 0.12.2, `fairseq/optim/dynamic_loss_scaler.py`.
+    """
+    return tolerant(
+        static_scale("init_scale", init_scale),
+        scale_factor=static_factor("scale_factor", scale_factor, 1.0, np.inf),
+        scale_window=static_count("scale_window", scale_window),
+        tolerance=static_number("tolerance", tolerance, 0.0, 1.0),
+        threshold=floor_or_none("threshold", threshold),
+        min_loss_scale=static_number("min_loss_scale", min_loss_scale, 0.0),
+    )
