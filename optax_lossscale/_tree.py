@@ -43,6 +43,7 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `tree` is a function.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -54,6 +55,11 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
+    if callable(tree) and jax.tree_util.all_leaves([tree]):
+        raise TypeError(
+            f"`tree` must hold arrays, got the function {tree!r}. (Did you mean "
+            "`scaled_value_and_grad(loss_fn, state)`?)"
+        )
     return _multiply(tree, get_loss_scale(state))
 
 
