@@ -23,10 +23,7 @@ def checked_scale(name: str, value: jax.typing.ArrayLike) -> np.ndarray:
 
 def static_scale(name: str, value: float) -> float:
     """A loss scale as a setting: one number, in Python's own type."""
-    scale = checked_scale(name, value)
-    if scale.ndim != 0:
-        raise TypeError(f"`{name}` must be one number, got shape {scale.shape}.")
-    return float(scale)
+    return float(checked_scale(name, _one_float64(name, value)))
 
 
 def static_flag(name: str, value: bool) -> bool:
@@ -41,9 +38,10 @@ def static_flag(name: str, value: bool) -> bool:
 
 def static_factor(name: str, value: float, low: float, high: float) -> float:
     """A factor as a setting: as float32, strictly between `low` and `high`."""
+    number = _one_float64(name, value)
     with np.errstate(over="ignore"):
         # As float32, because that is what the state is really multiplied by.
-        factor = float(_as_float64(name, value).astype(np.float32))
+        factor = float(number.astype(np.float32))
     if not low < factor < high:
         raise ValueError(
             f"`{name}` must be strictly between {low:g} and {high:g} in float32, got "
@@ -54,9 +52,7 @@ def static_factor(name: str, value: float, low: float, high: float) -> float:
 
 def static_number(name: str, value: float, low: float, high: float = np.inf) -> float:
     """A finite number as a setting, from `low` to `high`."""
-    number = _as_float64(name, value)
-    if number.ndim != 0:
-        raise TypeError(f"`{name}` must be one number, got shape {number.shape}.")
+    number = _one_float64(name, value)
     if not (np.isfinite(number) and low <= number <= high):
         upper = f" and at most {high:g}" if np.isfinite(high) else ""
         raise ValueError(
@@ -80,7 +76,19 @@ def static_count(name: str, value: int, minimum: int = 1) -> int:
     return int(value)
 
 
+def _one_float64(name: str, value: object) -> np.ndarray:
+    number = _as_float64(name, value)
+    if number.ndim != 0:
+        raise TypeError(f"`{name}` must be one number, got shape {number.shape}.")
+    return number
+
+
 def _as_float64(name: str, value: object) -> np.ndarray:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"`{name}` must be a concrete number, got {value!r}. (Settings are fixed "
+            "when the program is traced.)"
+        )
     # NumPy has no integer type for 2**126.
     array = np.asarray(float(value) if type(value) is int else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):

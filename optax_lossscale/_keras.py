@@ -1,10 +1,12 @@
 """Keras's `LossScaleOptimizer`, its whole signature, over any Optax optimizer."""
 
+import inspect
+
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import (
-    SMALLEST_SCALE,
     static_count,
     static_flag,
     static_number,
@@ -14,20 +16,14 @@ from optax_lossscale._keras_parts import (
     AverageAfterState,
     accumulate_before,
     average_after,
-    clip_each,
     decay_first,
+    make_clip,
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
-from optax_lossscale._transform import as_optimizer, loss_scaled
-from optax_lossscale._tree import AxisName
+from optax_lossscale._transform import as_optimizer, check_structure, loss_scaled
+from optax_lossscale._tree import AxisName, is_absent
 from optax_lossscale.presets import keras, tf_keras
-
-_CLIPS = {
-    "clipnorm": clip_each,
-    "clipvalue": optax.clip,
-    "global_clipnorm": optax.clip_by_global_norm,
-}
 
 
 def loss_scale_optimizer(
@@ -83,8 +79,10 @@ def loss_scale_optimizer(
       dynamic_growth_steps: Finite steps to the next doubling, at least 1. None is 2000.
       weight_decay: Decoupled weight decay, at least 0, per unit of learning rate.
         Optimizers that decay by themselves, such as `optax.adamw`, do it as well.
+        Parameters that shall not decay, frozen ones too, are split off outside, by
+        `optax.partition`.
       learning_rate: Number or schedule, for `weight_decay` alone, which needs it: an
-        Optax optimizer does not tell its own.
+        Optax optimizer does not tell its own, nor when it is changed.
       clipnorm: Largest L2 norm of each gradient array, above 0.
       clipvalue: Largest magnitude of each gradient entry, above 0.
       global_clipnorm: Largest L2 norm of all gradients together, above 0.
@@ -120,7 +118,7 @@ def loss_scale_optimizer(
       `base_optimizer.py`.
     """
     rule = _make_rule(dynamic, initial_scale, dynamic_growth_steps, loss_scale_factor)
-    clip = _make_clip(clipnorm, clipvalue, global_clipnorm)
+    clip = make_clip(clipnorm, clipvalue, global_clipnorm)
     window = _optional_count("gradient_accumulation_steps", gradient_accumulation_steps)
     frequency = _optional_count("ema_overwrite_frequency", ema_overwrite_frequency)
     momentum = static_number("ema_momentum", ema_momentum, 0.0, 1.0)
@@ -182,17 +180,21 @@ def ema_params(opt_state: PyTree) -> PyTree:
 def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
     """Returns the parameters to end a training with: their average, if there is one.
 
-    Keras's `finalize_variable_values`, which its `fit` calls after the last epoch.
+    Keras's `finalize_variable_values`, which its `fit` calls after the last epoch. For
+    an NNX model:
+    `nnx.update(model, finalize_params(nnx.state(model, nnx.Param), optimizer))`.
 
     Args:
       params: The parameters, floating leaves of any shape.
       opt_state: State of a `loss_scale_optimizer`, or any pytree that holds one.
 
     Returns:
-      With `use_ema=True` the average, in the dtypes of `params`; else `params`.
+      With `use_ema=True` the average, in the dtypes of `params`, where there is one: a
+      leaf that is frozen outside, as by `optax.partition`, stays. Else `params`.
 
     Raises:
-      ValueError: If `opt_state` is no state of a loss-scaled optimizer, or of several.
+      ValueError: If `opt_state` is no state of a loss-scaled optimizer, or of several,
+        or if `params` are not what it is the average of.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -212,7 +214,21 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
     find_loss_scale_state(opt_state)
     if not _averages_in(opt_state):
         return params
-    return optax.tree.cast_like(ema_params(opt_state), params)
+
+    def finalize_leaf(average: PyTree, param: PyTree) -> PyTree:
+        if is_absent(average):
+            return param
+        if jnp.shape(average) != jnp.shape(param):
+            raise ValueError(
+                "`params` must be the parameters that the average is of, got shape "
+                f"{jnp.shape(param)} for {jnp.shape(average)}."
+            )
+        return average.astype(jnp.asarray(param).dtype)
+
+    average = ema_params(opt_state)
+    message = "`params` must have the tree structure of their average"
+    check_structure(average, params, message)
+    return jax.tree.map(finalize_leaf, average, params, is_leaf=is_absent)
 
 
 def _averages_in(tree: PyTree) -> list[PyTree]:
@@ -250,32 +266,26 @@ def _make_rule(
     return tf_keras(False, initial_scale, dynamic_growth_steps)
 
 
-def _make_clip(
-    clipnorm: float | None, clipvalue: float | None, global_clipnorm: float | None
-) -> optax.GradientTransformation | None:
-    limits = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    if len(given) > 1:
-        raise ValueError(
-            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` must be "
-            f"given, got {' and '.join(f'`{name}`' for name in given)}."
-        )
-    for name, limit in given.items():
-        limit = static_number(name, limit, SMALLEST_SCALE)
-        return _CLIPS[name](limit)
-    return None
-
-
 def _make_schedule(
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.Schedule | None:
-    if learning_rate is None or callable(learning_rate):
-        return learning_rate
-    return optax.constant_schedule(static_number("learning_rate", learning_rate, 0.0))
+    if isinstance(learning_rate, jax.core.Tracer):  # Of `optax.inject_hyperparams`.
+        return lambda _: learning_rate
+    if learning_rate is None:
+        return None
+    if not callable(learning_rate):
+        rate = static_number("learning_rate", learning_rate, 0.0)
+        return optax.constant_schedule(rate)
+    try:
+        inspect.signature(learning_rate).bind(0)
+    except TypeError as error:
+        raise TypeError(
+            "`learning_rate` must be a number or a function of the step, got "
+            f"{learning_rate!r}. (Keras's take no argument: `lambda step: ...`.)"
+        ) from error
+    except ValueError:  # Some callables have no signature to look at.
+        pass
+    return learning_rate
 
 
 def _optional_count(name: str, value: int | None) -> int | None:

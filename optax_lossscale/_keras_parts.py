@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._checks import SMALLEST_SCALE, static_number
 from optax_lossscale._state import PyTree
 from optax_lossscale._tree import is_absent, is_floating, wide_param
 
@@ -37,14 +38,24 @@ class AverageAfterState(NamedTuple):
     inner_state: PyTree
 
 
-def clip_each(max_norm: float) -> optax.GradientTransformation:
-    """Clips every gradient array by its own L2 norm."""
-    clip = optax.clip_by_global_norm(max_norm)
-
-    def clip_leaf(grad: PyTree) -> PyTree:
-        return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
-
-    return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
+def make_clip(
+    clipnorm: float | None, clipvalue: float | None, global_clipnorm: float | None
+) -> optax.GradientTransformation | None:
+    """The one clip that is asked for, if any."""
+    clips = (
+        ("clipnorm", clipnorm, _clip_each),
+        ("clipvalue", clipvalue, optax.clip),
+        ("global_clipnorm", global_clipnorm, optax.clip_by_global_norm),
+    )
+    given = [(name, limit, clip) for name, limit, clip in clips if limit is not None]
+    if len(given) > 1:
+        raise ValueError(
+            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` must be "
+            f"given, got {' and '.join(f'`{name}`' for name, *_ in given)}."
+        )
+    for name, limit, clip in given:
+        return clip(static_number(name, limit, SMALLEST_SCALE))
+    return None
 
 
 def decay_first(
@@ -157,11 +168,36 @@ def accumulate_before(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        accumulator = multi_steps(grads)
-        updates, state = accumulator.update(grads, state, params, **extra_args)
-        return updates, state
+        # `MultiSteps` wants a gradient of every parameter, or of none.
+        kept = jax.tree.map(
+            lambda grad, mean: grad if is_absent(grad) else mean,
+            grads,
+            state.acc_grads,
+            is_leaf=is_absent,
+        )
+        updates, updated = multi_steps(grads).update(
+            grads, state._replace(acc_grads=kept), params, **extra_args
+        )
+        acc_grads = jax.tree.map(
+            lambda grad, old, new: old if is_absent(grad) else new,
+            grads,
+            state.acc_grads,
+            updated.acc_grads,
+            is_leaf=is_absent,
+        )
+        return updates, updated._replace(acc_grads=acc_grads)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _clip_each(max_norm: float) -> optax.GradientTransformation:
+    """Clips every gradient array by its own L2 norm."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def clip_leaf(grad: PyTree) -> PyTree:
+        return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
+
+    return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
 
 
 def _wide_params(option: str, params: optax.Params | None) -> optax.Params:

@@ -99,8 +99,7 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       >>> int(ols.find_loss_scale_state(opt_state).step_count)
       0
     """
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
-    found = [(path, node) for path, node in nodes if _is_state(node)]
+    found = find_loss_scale_states(tree)
     if not found:
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a "
@@ -197,6 +196,12 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
         )
 
     return jax.tree.map(replace_scale, tree, is_leaf=_is_state)
+
+
+def find_loss_scale_states(tree: PyTree) -> list[tuple[Any, LossScaleState]]:
+    """Path and value of every `LossScaleState` in a tree, as they lie there."""
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
+    return [(path, node) for path, node in nodes if _is_state(node)]
 
 
 def _is_state(node: object) -> bool:

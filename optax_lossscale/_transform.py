@@ -18,7 +18,11 @@ from optax_lossscale._rules import (
     hold,
     no_loss_scale,
 )
-from optax_lossscale._state import LossScaledState, PyTree
+from optax_lossscale._state import (
+    LossScaledState,
+    PyTree,
+    find_loss_scale_states,
+)
 from optax_lossscale._tree import (
     AxisName,
     Mask,
@@ -100,9 +104,9 @@ def loss_scaled(
 
     Raises:
       TypeError: If `inner` is no optimizer, or `loss_scale` no `LossScale`.
-      ValueError: From `update`, at trace time: if the state is not one of this rule,
-        the gradients' tree is not that of the parameters, or `grads_finite` is not a
-        scalar.
+      ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, at trace
+        time: if the state is not one of this kind of rule, the gradients' tree is not
+        that of the parameters, or `grads_finite` is not a scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -132,6 +136,7 @@ def loss_scaled(
         if is_bare:
             return LossScaledState(rule.init(), optimizer.init(params))
         inner_state = optimizer.init(jax.tree.map(wide_param, params))
+        _check_not_nested(inner_state)
         return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
 
     def update(
@@ -148,7 +153,10 @@ def loss_scaled(
             updates, state = optimizer.update(grads, inner_state, params, **extra_args)
             return updates, LossScaledState(loss_scale_state, state)
 
-        _check_structure(grads, params)
+        if params is not None:
+            fast = isinstance(params, optax.LookaheadParams)
+            message = "`grads` must have the tree structure of `params`"
+            check_structure(grads, params.fast if fast else params, message)
         mask = resolve_mask(unscale_mask, grads)
         grads = unscale(grads, loss_scale_state, mask=mask)
         verdict = _judge(rule, where_true(mask, grads), grads_finite, axis_name)
@@ -230,6 +238,14 @@ def _strengthen(leaf: PyTree) -> PyTree:
     return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
+def _check_not_nested(inner_state: PyTree) -> None:
+    if find_loss_scale_states(inner_state):
+        raise ValueError(
+            "`inner` must not be loss-scaled itself: its gradients would be unscaled "
+            "twice."
+        )
+
+
 def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
     is_state = isinstance(state, LossScaledState)
     if not is_state or jax.tree.structure(state.loss_scale_state) != rule_structure:
@@ -240,25 +256,19 @@ def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
         )
 
 
-def _check_structure(grads: optax.Updates, params: optax.Params | None) -> None:
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    if params is None:
-        return
+def check_structure(tree: PyTree, params: optax.Params, message: str) -> None:
+    """Raises unless every leaf that a tree has belongs to one of `params`."""
 
-    def is_matched(grad: PyTree, param: PyTree) -> bool:
-        return is_absent(grad) or jax.tree_util.all_leaves([param])
+    def is_matched(leaf: PyTree, param: PyTree) -> bool:
+        return is_absent(leaf) or jax.tree_util.all_leaves([param])
 
     try:
-        matched = jax.tree.map(is_matched, grads, params, is_leaf=is_absent)
+        matched = jax.tree.map(is_matched, tree, params, is_leaf=is_absent)
         detail = "got a leaf where there is a subtree."
     except ValueError as error:
         matched, detail = False, f"got: {error}"
     if not all(jax.tree.leaves(matched)):
-        raise ValueError(
-            f"`grads` must have the tree structure of `params`, {detail} "
-            "(Are they gradients with respect to other arguments?)"
-        )
+        raise ValueError(f"{message}, {detail} (Do they belong to other arguments?)")
 
 
 def _judge(

@@ -420,3 +420,76 @@ def test_ema_params_without_an_average_says_what_to_pass():
 def test_finalize_params_refuses_what_is_no_optimizer_state():
     with pytest.raises(ValueError, match="must hold a LossScaleState"):
         ols.finalize_params(jnp.ones(1), jnp.ones(1))
+
+
+def test_frozen_parameters_are_left_out_by_partition_and_keep_their_value():
+    tx = optax.partition(
+        {
+            "train": ols.loss_scale_optimizer(
+                optax.sgd(1.0), use_ema=True, weight_decay=0.5, learning_rate=1.0
+            ),
+            "freeze": optax.set_to_zero(),
+        },
+        {"w": "train", "frozen": "freeze"},
+    )
+    params = {"w": jnp.ones(1), "frozen": jnp.full(1, 7.0)}
+    opt_state = tx.init(params)
+    updates, opt_state = tx.update(
+        jax.tree.map(jnp.zeros_like, params), opt_state, params
+    )
+    assert updates == {"w": -0.5, "frozen": 0.0}
+    assert ols.finalize_params(params, opt_state) == {"w": 0.5, "frozen": 7.0}
+
+
+def test_finalize_params_refuses_what_are_not_its_parameters():
+    tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
+    opt_state = tx.init(jnp.ones(2))
+    with pytest.raises(ValueError, match="`params` must have the tree structure of"):
+        ols.finalize_params({"a": jnp.ones(2)}, opt_state)
+    with pytest.raises(ValueError, match=r"got shape \(5,\) for \(2,\)"):
+        ols.finalize_params(jnp.ones(5), opt_state)
+
+
+def test_a_missing_gradient_is_missing_under_accumulation_too():
+    # optax.MultiSteps alone fails on it.
+    tx = lenient(ols.loss_scale_optimizer(optax.sgd(1.0), **ALL, initial_scale=1.0))
+    params = {"used": jnp.ones(1), "unused": jnp.ones(1)}
+    opt_state = tx.init(params)
+    before = types(opt_state)
+    for _ in range(2):
+        grads = {"used": jnp.ones(1), "unused": None}
+        updates, opt_state = tx.update(grads, opt_state, params)
+    assert updates["unused"] is None
+    assert updates["used"] < -1.0
+    assert types(opt_state) == before
+
+
+def test_an_injected_learning_rate_reaches_the_weight_decay_under_jit():
+    def make_optimizer(learning_rate):
+        return ols.loss_scale_optimizer(
+            optax.sgd(learning_rate), weight_decay=0.5, learning_rate=learning_rate
+        )
+
+    tx = lenient(optax.inject_hyperparams(make_optimizer)(learning_rate=1.0))
+    params = jnp.ones(1)
+    update = jax.jit(tx.update)
+    updates, opt_state = update(jnp.zeros(1), tx.init(params), params)
+    assert updates == -0.5
+    opt_state = optax.tree.set(opt_state, learning_rate=jnp.asarray(0.5))
+    assert update(jnp.zeros(1), opt_state, params)[0] == -0.25
+
+
+def test_another_setting_that_is_traced_is_refused_by_name():
+    @jax.jit
+    def build(limit):
+        ols.loss_scale_optimizer(optax.sgd(0.1), clipnorm=limit)
+
+    with pytest.raises(TypeError, match="`clipnorm` must be a concrete number"):
+        build(1.0)
+
+
+def test_a_schedule_without_argument_is_refused():
+    with pytest.raises(
+        TypeError, match=r"`learning_rate` must be .* function of the s"
+    ):
+        ols.loss_scale_optimizer(optax.sgd(0.1), learning_rate=lambda: 0.1)

@@ -59,6 +59,10 @@ PAGES = {
         .inner_optimizer .dynamic .initial_scale .dynamic_growth_steps .dynamic_counter
         .loss_scale .learning_rate .lr .beta_1 epsilon minimize get_gradients
         apply_gradients get_scaled_loss get_unscaled_gradients ValueError""",
+    "Flax, jmp, apex, Megatron-LM, DeepSpeed, fairseq": """
+        DynamicScale value_and_grad fin_steps DynamicLossScale StaticLossScale
+        NoOpLossScale select_tree amp.initialize amp.scale_loss DynamicGradScaler
+        initial_scale_power hysteresis --fp16-init-scale --threshold-loss-scale""",
     "PyTorch": """
         GradScaler init_scale growth_factor backoff_factor growth_interval enabled
         scale(loss) step(optimizer) update() zero_grad() autocast device_type dtype""",

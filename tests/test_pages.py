@@ -70,11 +70,10 @@ def test_tf_keras_get_scaled_loss_of_a_callable():
 def test_tf_keras_hyperparameters_are_read_and_set_on_the_inner_optimizer():
     tx = ols.loss_scaled(optax.inject_hyperparams(optax.adam)(1e-3, b1=0.8))
     opt_state = tx.init(jnp.ones(1))
-    hyperparams = opt_state.inner_state.hyperparams
-    assert np.isclose(hyperparams["b1"], 0.8)
-    hyperparams["b1"] = jnp.asarray(0.7, hyperparams["b1"].dtype)
+    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.8)
+    opt_state = optax.tree.set(opt_state, b1=0.7)
     _, opt_state = tx.update(jnp.ones(1), opt_state, jnp.ones(1))
-    assert np.isclose(opt_state.inner_state.hyperparams["b1"], 0.7)
+    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.7)
 
 
 def test_keras_typically_skips_the_first_steps_of_a_high_scale():

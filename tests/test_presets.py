@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from compare import types
+from compare import assert_same_bits, types
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -310,7 +310,11 @@ REFUSED = [
     ("jmp", {"period": 0}, "`period` must be at least 1"),
     ("jmp", {"factor": 0.5}, "`factor` must be strictly"),
     ("apex", {"max_loss_scale": np.inf}, "`max_loss_scale` must be positive"),
-    ("apex", {"min_loss_scale": 4.0, "max_loss_scale": 2.0}, "Did you swap them"),
+    (
+        "apex",
+        {"min_loss_scale": 4.0, "max_loss_scale": 2.0},
+        "`min_loss_scale` must be at most",
+    ),
     ("megatron", {"hysteresis": 0}, "`hysteresis` must be at least 1"),
     ("deepspeed", {"delayed_shift": 0}, "`delayed_shift` must be at least 1"),
     ("fairseq", {"tolerance": 1.5}, "`tolerance` must be finite, at least 0 and at"),
@@ -410,3 +414,31 @@ def test_a_state_dict_out_of_range_is_refused_by_name(key, value):
 def test_only_the_state_of_a_dynamic_rule_goes_to_torch():
     with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
         presets.to_torch_state_dict(ols.static_loss_scale(8.0).init())
+
+
+def test_the_optimizer_of_a_loaded_rule_starts_where_torch_left_off():
+    rule, state = presets.from_torch_state_dict(STATE_DICT)
+    tx = ols.loss_scaled(None, rule)
+    opt_state = tx.init(jnp.ones(1))
+    assert_same_bits(ols.find_loss_scale_state(opt_state), state)
+    grads = ols.scale(jnp.ones(1), opt_state)
+    assert ols.get_loss_scale(tx.update(grads, opt_state)[1]) == 4096.0
+
+
+def test_the_state_of_a_rule_that_counts_otherwise_does_not_go_to_torch():
+    with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
+        presets.to_torch_state_dict(presets.deepspeed().init())
+
+
+def test_an_optimizer_of_torch_refuses_the_state_of_deepspeed():
+    state = ols.loss_scaled(None, presets.deepspeed()).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="must be a LossScaledState of this"):
+        ols.loss_scaled(None, presets.torch()).update(jnp.ones(1), state)
+
+
+@pytest.mark.parametrize("value", [None, [1, 2], np.ones(2)])
+def test_a_state_dict_of_the_wrong_kind_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="`scale` must be"):
+        presets.from_torch_state_dict({**STATE_DICT, "scale": value})
+    with pytest.raises(TypeError, match="`state_dict` must be a mapping"):
+        presets.from_torch_state_dict(value)

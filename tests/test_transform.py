@@ -466,3 +466,10 @@ def test_jit_agrees_with_eager():
     for grads in (scaled(GRADS), poisoned(scaled(GRADS))):
         eager = tx.update(grads, tx.init(PARAMS), PARAMS)
         assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
+
+
+def test_an_inner_optimizer_that_is_loss_scaled_already_is_refused():
+    # tf.keras refuses to nest, too: gradients would be unscaled twice.
+    tx = ols.loss_scaled(optax.chain(ols.loss_scaled(optax.sgd(0.1)), optax.scale(1.0)))
+    with pytest.raises(ValueError, match="`inner` must not be loss-scaled itself"):
+        tx.init(jnp.ones(1))

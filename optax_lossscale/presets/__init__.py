@@ -1,8 +1,8 @@
 """The rules of other systems, under the names and defaults that they have there.
 
 Each function returns a `LossScale` for `loss_scaled`, or to use by hand, and
-follows its system's scale step by step: exactly for factors that are powers of
-two, to the last bit a change for others. Three things hold for all of them, and
+follows its system's scale step by step: exactly where factors are powers of two,
+within 1 ulp a change otherwise. Three things hold for all of them, and
 are the departures that no docstring repeats:
 
 * the scale never leaves `[2**-126, 2**126]`, so it is never zero, subnormal or

@@ -17,6 +17,19 @@ from optax_lossscale._rules import (
 from optax_lossscale._state import LossScaleState
 
 
+class LateRuleState(NamedTuple):
+    """What DeepSpeed's rule carries beside the scale.
+
+    Attributes:
+      growth_count: `i32[]`, steps. Finite steps since the last growth, or since the
+        start or the last nonfinite step less one.
+      hysteresis_count: `i32[]`, steps. As in the classic rule.
+    """
+
+    growth_count: jax.Array
+    hysteresis_count: jax.Array
+
+
 class FairseqRuleState(NamedTuple):
     """What fairseq's rule carries beside the scale.
 
@@ -79,20 +92,22 @@ def late(rule: LossScale) -> LossScale:
     """The rule, but its count starts at -1, so that the first growth is a step late."""
 
     def init() -> LossScaleState:
-        return start_late(rule.init(), jnp.asarray(False))
+        return start_late(rule.init(), counting=jnp.asarray(False))
 
     def adjust(
         state: LossScaleState,
         grads_finite: jax.typing.ArrayLike,
         grads_max: jax.typing.ArrayLike | None = None,
     ) -> LossScaleState:
+        rule_state = DynamicRuleState(*state.rule_state)
+        state = state._replace(rule_state=rule_state)
         state = rule.adjust(state, grads_finite, grads_max)
-        return start_late(state, state.last_finite)
+        return start_late(state, counting=state.last_finite)
 
     def start_late(state: LossScaleState, counting: jax.Array) -> LossScaleState:
         growth_count, hysteresis_count = state.rule_state
         count = jnp.where(counting, growth_count, -1)
-        return state._replace(rule_state=DynamicRuleState(count, hysteresis_count))
+        return state._replace(rule_state=LateRuleState(count, hysteresis_count))
 
     return LossScale(init, adjust)
 

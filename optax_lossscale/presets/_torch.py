@@ -16,8 +16,8 @@ from optax_lossscale._rules import DynamicRuleState, LossScale, no_loss_scale
 from optax_lossscale._state import LossScaleState, PyTree, find_loss_scale_state
 from optax_lossscale.presets._rules import uncapped
 
-_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
 _TRACKER = "_growth_tracker"
+_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", _TRACKER}
 
 
 def torch(
@@ -79,21 +79,23 @@ def from_torch_state_dict(
 
         s = state_dict["scale"];  growth_count = state_dict["_growth_tracker"]
 
-    The next step does what PyTorch's next step would have done. Put the state into an
-    optimizer's: `tx.init(params)._replace(loss_scale_state=state)`.
+    The run goes on where PyTorch's left off: `rule.init()` is that state, so that
+    `loss_scaled(optimizer, rule)` starts with it. (A tracker already beyond the
+    interval grows at the next finite step; PyTorch, which tests `==`, would wait for
+    an overflow.)
 
     Args:
       state_dict: The five entries `scale`, `growth_factor`, `backoff_factor`,
         `growth_interval` and `_growth_tracker`; numbers, or arrays of one.
 
     Returns:
-      `(rule, state)`: `presets.torch` with those settings, and its state at that scale
-      and count. What PyTorch does not save starts at zero.
+      `(rule, state)`: `presets.torch` with those settings, which starts at that scale
+      and count; and that first state. What PyTorch does not save starts at zero.
 
     Raises:
       ValueError: If a key is missing or unknown (it names them), or a value outside
         its range, such as a scale that has collapsed to zero.
-      TypeError: If a value is of the wrong kind.
+      TypeError: If `state_dict` is no mapping, or a value of the wrong kind.
 
     Example:
       >>> import optax_lossscale as ols
@@ -110,31 +112,28 @@ def from_torch_state_dict(
     References:
       torch 2.13, `torch/amp/grad_scaler.py`.
     """
-    expected, given = {*_KEYS, _TRACKER}, set(state_dict)
-    if given != expected:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"`state_dict` must be a mapping, got {state_dict!r}.")
+    given = set(state_dict)
+    if given != _KEYS:
         raise ValueError(
             "`state_dict` must be that of an enabled GradScaler, got missing keys "
-            f"{sorted(expected - given)} and unknown keys {sorted(given - expected)}. "
+            f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}. "
             "(That of a disabled one is empty: use `no_loss_scale()`.)"
         )
-    entries = {
-        key: value.item() if hasattr(value, "item") else value
-        for key, value in state_dict.items()
-    }
-    scale, growth_factor, backoff_factor, growth_interval = (
-        entries[key] for key in _KEYS
-    )
-    # It may be 0, which is no count of steps to wait for.
-    tracker = static_count(_TRACKER, entries[_TRACKER], minimum=0)
-    rule = torch(
-        static_scale("scale", scale), growth_factor, backoff_factor, growth_interval
-    )
-    state = rule.init()
-    rule_state = DynamicRuleState(
-        growth_count=jnp.asarray(tracker, jnp.int32),
-        hysteresis_count=state.rule_state.hysteresis_count,
-    )
-    return rule, state._replace(rule_state=rule_state)
+    entries = {key: _as_number(key, value) for key, value in state_dict.items()}
+    tracker = static_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
+    rule = torch(static_scale("scale", entries.pop("scale")), **entries)
+
+    def init() -> LossScaleState:
+        state = rule.init()
+        rule_state = DynamicRuleState(
+            growth_count=jnp.asarray(tracker, jnp.int32),
+            hysteresis_count=state.rule_state.hysteresis_count,
+        )
+        return state._replace(rule_state=rule_state)
+
+    return rule._replace(init=init), init()
 
 
 def to_torch_state_dict(
@@ -148,7 +147,8 @@ def to_torch_state_dict(
 
         {"scale": s, "_growth_tracker": growth_count, ...the settings}
 
-    PyTorch has no place for the rest: hysteresis, and the counts of skipped steps.
+    The state does not know its rule's settings: give them again where they are not
+    PyTorch's defaults. PyTorch has no place for hysteresis and the counts of skips.
 
     Args:
       state: A `LossScaleState` of a rule that counts as PyTorch's does
@@ -191,3 +191,10 @@ def to_torch_state_dict(
         "growth_interval": static_count("growth_interval", growth_interval),
         _TRACKER: int(state.rule_state.growth_count),
     }
+
+
+def _as_number(name: str, value: Any) -> Any:
+    """The one number of an array or a tensor, anything else as it is."""
+    if np.size(value) != 1:
+        raise TypeError(f"`{name}` must be one number, got {value!r}.")
+    return value.item() if hasattr(value, "item") else value

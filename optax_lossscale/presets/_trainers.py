@@ -51,10 +51,15 @@ def apex(
       apex before its pull request 1896, `apex/amp/scaler.py`.
     """
     cap = static_scale("max_loss_scale", max_loss_scale)
+    floor = floor_or_none("min_loss_scale", min_loss_scale)
+    if floor > cap:
+        raise ValueError(
+            f"`min_loss_scale` must be at most `max_loss_scale`, got {floor} and {cap}."
+        )
     return dynamic_loss_scale(
         min(static_scale("init_scale", init_scale), cap),
         growth_interval=static_count("scale_window", scale_window),
-        min_scale=floor_or_none("min_loss_scale", min_loss_scale),
+        min_scale=floor,
         max_scale=cap,
     )
 
@@ -140,6 +145,11 @@ def deepspeed(
     pull request 6976 of June 2025 was not late: that is `presets.megatron` with these
     settings.)
 
+    In DeepSpeed's JSON, under `fp16`: `init_scale` is `2**initial_scale_power`,
+    `scale_window` is `loss_scale_window`, `min_scale` is `min_loss_scale`, and
+    `delayed_shift` is `hysteresis`; a `loss_scale` other than 0 is
+    `static_loss_scale`.
+
     Departure: DeepSpeed can raise at `min_scale` (`raise_error_at_min_scale`).
 
     Args:
@@ -199,6 +209,10 @@ def fairseq(
         nonfinite step:  c = 0;  o = o + 1
                          if o / r >= tolerance:
                              s = max(s / scale_factor, threshold);  r = o = 0
+
+    On its command line these are `--fp16-init-scale`, `--fp16-scale-window`,
+    `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`, with
+    other defaults.
 
     Departure: where `s` would come to `min_loss_scale` or below, fairseq puts back the
     value before and raises; this keeps that value and goes on skipping, which
