@@ -9,12 +9,14 @@ What each kind of leaf means, here and in the wrapper; the first two are "floati
 * `None`, `optax.MaskedNode`: no leaves. Empty arrays: finite, magnitude zero.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from optax_lossscale._state import PyTree, get_loss_scale
 
@@ -126,11 +128,14 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
       >>> print(ols.all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
       False
     """
-    finite = jnp.asarray(True)
-    for leaf in jax.tree.leaves(tree):
-        if is_floating(leaf):
-            finite &= jnp.isfinite(widen(leaf)).all()
-    return finite if axis_name is None else lax.pmin(finite, axis_name)
+
+    def all_leaves_finite(leaves: list[jax.Array]) -> jax.Array:
+        finite = jnp.asarray(True)
+        for leaf in leaves:
+            finite &= jnp.isfinite(leaf).all()
+        return finite
+
+    return _reduce(tree, all_leaves_finite, lax.pmin, axis_name)
 
 
 def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -159,11 +164,14 @@ def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Arr
       >>> ols.max_magnitude([jnp.array([1.0, jnp.nan])])
       Array(inf, dtype=float32)
     """
-    largest = jnp.zeros((), jnp.float32)
-    for leaf in jax.tree.leaves(tree):
-        if is_floating(leaf):
+
+    def largest_of_leaves(leaves: list[jax.Array]) -> jax.Array:
+        largest = jnp.zeros((), jnp.float32)
+        for leaf in leaves:
             largest = jnp.maximum(largest, _leaf_magnitude(leaf))
-    return largest if axis_name is None else lax.pmax(largest, axis_name)
+        return largest
+
+    return _reduce(tree, largest_of_leaves, lax.pmax, axis_name)
 
 
 def is_floating(leaf: object) -> bool:
@@ -228,8 +236,49 @@ def _multiply(
     return jax.tree.map(multiply, tree)
 
 
-def _leaf_magnitude(leaf: jax.typing.ArrayLike) -> jax.Array:
-    array = widen(leaf)
+def _reduce(
+    tree: PyTree,
+    reduce_leaves: Callable[[list[jax.Array]], jax.Array],
+    reduce_devices: Callable[..., Any],
+    axis_name: AxisName | None,
+) -> jax.Array:
+    """Reduces all floating leaves to one scalar, the same on all devices."""
+    leaves = [widen(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+    axes = {axis for sharding in shardings for axis in _axes_of(sharding.spec)}
+    if axes and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        # On an explicit mesh shardings are known while tracing. One collective over all
+        # axes that occur, where XLA would make one for each set of axes.
+        on_each_device: Callable[..., jax.Array] = jax.shard_map(
+            lambda leaves: reduce_devices(reduce_leaves(leaves), tuple(axes)),
+            mesh=shardings[0].mesh,
+            in_specs=([sharding.spec for sharding in shardings],),
+            out_specs=PartitionSpec(),
+            axis_names=axes,
+        )
+        result = on_each_device(leaves)
+    else:
+        result = reduce_leaves(leaves)
+    if axis_name is None:
+        return result
+    names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    try:
+        return jnp.asarray(reduce_devices(result, names))
+    except NameError as error:
+        error.add_note(
+            f"(`axis_name` must name axes of the `pmap`, `vmap` or `shard_map` around, "
+            f"got {axis_name!r}; under `jit` with sharded arrays leave it out.)"
+        )
+        raise
+
+
+def _axes_of(spec: PartitionSpec) -> Iterator[Hashable]:
+    """The mesh axes that a sharding is over."""
+    for part in spec:
+        yield from part if isinstance(part, tuple) else (part,) if part else ()
+
+
+def _leaf_magnitude(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.maximum(_leaf_magnitude(array.real), _leaf_magnitude(array.imag))
     magnitude = jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))
