@@ -263,6 +263,9 @@ def _reduce(
         return result
     names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     try:
+        if isinstance(names, tuple):
+            # One that varies over some of the axes only is refused by JAX 0.12.
+            result = jnp.where(lax.axis_index(names) >= 0, result, result)
         return jnp.asarray(reduce_devices(result, names))
     except NameError as error:
         error.add_note(

@@ -8,3 +8,5 @@ else:  # JAX 0.7
     from jax.experimental import enable_x64 as enable_x64
 
     set_mesh = jax.sharding.use_mesh
+
+IS_JAX_0_7 = jax.__version_info__ < (0, 8)

@@ -320,6 +320,7 @@ def test_it_works_in_an_nnx_optimizer():
     assert any(np.array_equal(leaf, model.kernel[...]) for leaf in average)
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, as on CPU")
 def test_with_an_axis_name_all_devices_skip_together():
     tx = lenient(ols.loss_scale_optimizer(optax.sgd(1.0), axis_name="data", **ALL))
     params = jnp.ones((8, 1))

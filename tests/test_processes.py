@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from compat import IS_JAX_0_7
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "notebooks" / "many_processes.py"
 
@@ -47,6 +48,7 @@ def test_all_processes_skip_together_and_end_where_one_process_ends(
         assert line.endswith("skipped 1")
 
 
+@pytest.mark.skipif(IS_JAX_0_7, reason="Orbax 0.12 saves from several processes later")
 def test_a_killed_run_goes_on_from_its_checkpoint_bitwise(one_process, tmp_path):
     saved = ["--checkpoint", str(tmp_path / "checkpoint")]
     two = {"processes": 2, "devices": 2}

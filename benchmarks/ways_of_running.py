@@ -1,0 +1,293 @@
+"""The same training in every way of running, beside one device: a table.
+
+    python benchmarks/ways_of_running.py [--json FILE]
+
+Ten steps of Adam on one network and one global batch; at step 5 one entry of the
+batch, so one device, has a NaN. Eight CPU devices; the last rows start processes.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+STEPS, BAD_STEP = 10, 5
+COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+Tree = Any
+
+
+class Result(NamedTuple):
+    """Final parameters; whether all devices skipped; collectives of the update."""
+
+    params: dict[str, np.ndarray]
+    together: bool
+    collectives: int
+
+
+def make_params() -> Tree:
+    """Two layers, `w1: f32[16, 32]` and `w2: f32[32, 8]`, and a bias."""
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "w1": 0.3 * jax.random.normal(keys[0], (16, 32)),
+        "w2": 0.3 * jax.random.normal(keys[1], (32, 8)),
+        "b": jnp.zeros(8),
+    }
+
+
+def make_batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """The global batch of a step: 64 rows, one of them bad at `BAD_STEP`."""
+    rng = np.random.default_rng(step)
+    x, y = rng.normal(size=(64, 16)), rng.normal(size=(64, 8))
+    if step == BAD_STEP:
+        x[63, 0] = np.nan
+    return x.astype(np.float32), y.astype(np.float32)
+
+
+def loss_fn(params: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Mean squared error of the network."""
+    return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] + params["b"] - y) ** 2)
+
+
+def make_tx(axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Adam with a dynamic loss scale."""
+    rule = ols.dynamic_loss_scale(growth_interval=4)
+    return ols.loss_scaled(optax.adam(1e-2), rule, axis_name=axis_name)
+
+
+def make_step(
+    tx: optax.GradientTransformation, scaled_grads: Callable[..., Tree]
+) -> Any:
+    """One training step from a function of parameters, state and batch."""
+
+    def step(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Any:
+        updates, state = tx.update(scaled_grads(params, state, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def shards(tree: Tree) -> list[np.ndarray]:
+    """The part of every array on every device of this process."""
+    return [
+        np.asarray(shard.data)
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+def train(
+    step: Any,
+    update: Any,
+    params: Tree,
+    state: Tree,
+    put: Callable[[np.ndarray], Any] = jnp.asarray,
+    fetch: Callable[[jax.Array], Any] = np.asarray,
+) -> Result:
+    """Trains; `put` lays the batch out on the devices, `fetch` gets parameters back."""
+    compiled = update.lower(params, state, params).compile().as_text()
+    for index in range(STEPS):
+        before = shards(params)
+        params, state = step(params, state, *map(put, make_batch(index)))
+        if index == BAD_STEP:
+            held = map(np.array_equal, shards(params), before)
+            counts = shards(ols.find_loss_scale_state(state).total_notfinite)
+            together = all(held) and all((count == 1).all() for count in counts)
+    final = {name: np.asarray(fetch(param)) for name, param in params.items()}
+    return Result(final, together, len(re.findall(COLLECTIVE, compiled)))
+
+
+def one_device() -> Result:
+    """What all others are compared with."""
+    tx, params = make_tx(), make_params()
+    step = make_step(tx, lambda p, s, x, y: ols.scaled_grad(loss_fn, s)(p, x, y))
+    return train(jax.jit(step), jax.jit(tx.update), params, tx.init(params))
+
+
+def pmap() -> Result:
+    """Replicas; the user averages the gradients."""
+    tx, params = make_tx("data"), make_params()
+
+    def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
+        return jax.lax.pmean(ols.scaled_grad(loss_fn, state)(params, x, y), "data")
+
+    step = jax.pmap(make_step(tx, grads), axis_name="data")
+    update = jax.pmap(tx.update, axis_name="data")
+    spread = jax.pmap(lambda tree, _: tree, in_axes=(None, 0))
+    params, state = spread((params, tx.init(params)), jnp.arange(8))
+    return train(
+        step, update, params, state, lambda x: x.reshape(8, 8, -1), lambda p: p[0]
+    )
+
+
+def shard_map(shape: tuple[int, ...], check_vma: bool) -> Result:
+    """Replicated parameters, the batch over all axes of the mesh."""
+    names = ("data", "model")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape))
+    tx, params = make_tx(names), make_params()
+
+    def mean_loss(params: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.pmean(loss_fn(params, x, y), names)
+
+    def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
+        if check_vma:  # Gradients of replicated parameters arrive summed.
+            return ols.scaled_grad(mean_loss, state)(params, x, y)
+        return jax.lax.pmean(ols.scaled_grad(loss_fn, state)(params, x, y), names)
+
+    over = functools.partial(
+        jax.shard_map, mesh=mesh, out_specs=P(), check_vma=check_vma
+    )
+    step = over(make_step(tx, grads), in_specs=(P(), P(), P(names), P(names)))
+    update = over(tx.update, in_specs=P())
+    everywhere = NamedSharding(mesh, P())
+    params = jax.device_put(params, everywhere)
+    state = jax.device_put(tx.init(params), everywhere)
+    return train(jax.jit(step), jax.jit(update), params, state)
+
+
+def sharded_jit(specs: Tree, shape: tuple[int, ...], axis_type: AxisType) -> Result:
+    """Parameters sharded as said, moments with them, the batch over the first axis."""
+    names = ("data", "model")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, (axis_type,) * len(shape))
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    tx = make_tx()
+
+    def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
+        def gathered_loss(params: Tree) -> jax.Array:
+            if axis_type == AxisType.Explicit:  # There gathers are written out.
+                params = jax.sharding.reshard(params, P())
+            return loss_fn(params, x, y)
+
+        return ols.scaled_grad(gathered_loss, state)(params)
+
+    with jax.set_mesh(mesh):
+        params = jax.jit(make_params, out_shardings=shardings)()
+        state = jax.tree.map(lambda _: everywhere, jax.eval_shape(tx.init, params))
+        state = optax.tree.set(state, mu=shardings, nu=shardings)
+        state = jax.jit(tx.init, out_shardings=state)(params)
+        return train(
+            jax.jit(make_step(tx, grads), donate_argnums=(0, 1)),
+            jax.jit(tx.update),
+            params,
+            state,
+            lambda x: jax.make_array_from_callback(x.shape, by_row, lambda i: x[i]),
+            jax.jit(lambda p: p, out_shardings=everywhere),
+        )
+
+
+REPLICATED = {"w1": P(), "w2": P(), "b": P()}
+BY_ROW = {"w1": P("data"), "w2": P("data"), "b": P()}
+TENSOR = {"w1": P(None, "model"), "w2": P("model"), "b": P()}
+BOTH = {"w1": P("data", "model"), "w2": P("model", "data"), "b": P()}
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+WAYS: dict[str, Callable[[], Result]] = {
+    "one device": one_device,
+    "pmap, 8 devices": pmap,
+    "shard_map, check_vma=True": lambda: shard_map((8,), True),
+    "shard_map, check_vma=False": lambda: shard_map((8,), False),
+    "shard_map, two axes, check_vma=True": lambda: shard_map((4, 2), True),
+    "shard_map, two axes, check_vma=False": lambda: shard_map((4, 2), False),
+    "jit, data parallel": lambda: sharded_jit(REPLICATED, (8,), AUTO),
+    "jit, data parallel, explicit mesh": lambda: sharded_jit(
+        REPLICATED, (8,), EXPLICIT
+    ),
+    "jit, fully sharded": lambda: sharded_jit(BY_ROW, (8,), AUTO),
+    "jit, fully sharded, explicit mesh": lambda: sharded_jit(BY_ROW, (8,), EXPLICIT),
+    "jit, tensor parallel": lambda: sharded_jit(TENSOR, (4, 2), AUTO),
+    "jit, sharded over both axes": lambda: sharded_jit(BOTH, (4, 2), AUTO),
+    "jit, sharded over both axes, explicit mesh": lambda: sharded_jit(
+        BOTH, (4, 2), EXPLICIT
+    ),
+}
+IN_PROCESSES = "jit, fully sharded"
+
+
+def run_processes(count: int) -> Result:
+    """One way of running on eight devices of several processes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--worker", folder, port, str(count)]
+        workers = [
+            subprocess.Popen([*command, str(index)], stdout=subprocess.DEVNULL)
+            for index in range(count)
+        ]
+        if any(worker.wait() for worker in workers):
+            raise RuntimeError("a process failed")
+        paths = sorted(pathlib.Path(folder).glob("*.npz"))
+        finals = [np.load(path, allow_pickle=True) for path in paths]
+        results = [Result(**{k: v.item() for k, v in f.items()}) for f in finals]
+    same = all(
+        np.array_equal(result.params[name], results[0].params[name])
+        for result in results
+        for name in result.params
+    )
+    together = same and all(result.together for result in results)
+    return results[0]._replace(together=together)
+
+
+def work(folder: str, port: str, count: str, index: str) -> None:
+    """One of several processes."""
+    jax.config.update("jax_num_cpu_devices", 8 // int(count))
+    jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+    result = WAYS[IN_PROCESSES]()
+    np.savez(pathlib.Path(folder) / f"{index}.npz", **result._asdict())
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    if arguments.worker is not None:
+        work(*arguments.worker)
+        return
+    jax.config.update("jax_num_cpu_devices", 8)
+    results = {name: way() for name, way in WAYS.items()}
+    for count in (2, 4):
+        results[f"{IN_PROCESSES}, {count} processes"] = run_processes(count)
+    alone = results["one device"].params
+    rows = {
+        name: {
+            "largest difference": max(
+                float(np.max(np.abs(result.params[key] - alone[key]))) for key in alone
+            ),
+            "collectives": result.collectives,
+            "skipped together": result.together,
+        }
+        for name, result in results.items()
+    }
+    print(f"JAX {jax.__version__}, Optax {optax.__version__}, CPU\n")
+    print(f"| {'way of running':43} | largest difference | collectives | together |")
+    print(f"| :{'-' * 42} | {'-' * 17}: | {'-' * 10}: | {'-' * 7}: |")
+    for name, (difference, collectives, together) in (
+        (name, row.values()) for name, row in rows.items()
+    ):
+        answer = "yes" if together else "NO"
+        print(f"| {name:43} | {difference:18.1e} | {collectives:11} | {answer:>8} |")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
