@@ -440,6 +440,23 @@ def test_there_is_no_cond_on_a_per_device_predicate():
         jax.jit(disagreeing)(jnp.ones(8))
 
 
+def test_float16_gradients_of_float32_parameters_skip_in_shard_map():
+    # optax.apply_if_finite fails there: branches of a cond must agree in dtype.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = ols.loss_scaled(adam(), RULE, axis_name="data")
+    state = tx.init(PARAMS)
+    update = jax.jit(
+        jax.shard_map(tx.update, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())
+    )
+    grads = jax.tree.map(lambda p: (p * SCALE).astype(jnp.float16), PARAMS)
+    updates, after = update(grads, state, PARAMS)
+    assert types(after) == types(state)
+    assert updates["w"].dtype == jnp.float32
+    assert updates["w"].any()
+    bad = {**grads, "b": grads["b"] * jnp.float16(jnp.inf)}
+    assert not update(bad, state, PARAMS)[0]["w"].any()
+
+
 def test_the_verdict_is_the_same_for_varying_and_invariant_gradients():
     # A psum of an invariant flag would count it eight times.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -569,3 +586,7 @@ def test_the_update_lowers_for_every_accelerator(platform):
     tx = ols.loss_scaled(adam(), RULE)
     export = jax.export.export(jax.jit(tx.update), platforms=[platform])
     assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == (platform,)
+    mesh, params = sharded(TWO_AXES, (AxisType.Explicit,) * 2)
+    with set_mesh(mesh):
+        state = jax.jit(tx.init)(params)
+        assert export(params, state, params).nr_devices == 8
