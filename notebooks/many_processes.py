@@ -48,7 +48,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-final", type=pathlib.Path, metavar="FOLDER")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.processes is not None and arguments.processes < 1:
+        parser.error("--processes must be at least 1")
+    return arguments
 
 
 def start_processes(count: int) -> int:
@@ -61,11 +64,15 @@ def start_processes(count: int) -> int:
         subprocess.Popen([*command, "--process", str(index)]) for index in range(count)
     ]
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+        failed = [index for index in range(count) if processes[index].poll()]
+        if failed:
+            code = processes[failed[0]].returncode
+            print(f"process {failed[0]} ended with code {code}: stopping the others")
             for process in processes:
                 process.kill()
+            return abs(code)
         time.sleep(0.1)
-    return max(abs(process.wait()) for process in processes)
+    return max(abs(process.returncode) for process in processes)
 
 
 def load_batch(data: Data, step: int, sharding: NamedSharding, nan: bool) -> Data:
@@ -84,6 +91,8 @@ def load_batch(data: Data, step: int, sharding: NamedSharding, nan: bool) -> Dat
 
 def train(arguments: argparse.Namespace) -> None:
     """Trains, or goes on from the last checkpoint."""
+    if BATCH_SIZE % jax.device_count():
+        sys.exit(f"{BATCH_SIZE} rows do not divide among {jax.device_count()} devices")
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
     replicated, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     data, _ = load_data()
@@ -121,7 +130,8 @@ def train(arguments: argparse.Namespace) -> None:
         batch = load_batch(data, step, by_row, nan=step == arguments.nan_step)
         params, opt_state, _ = update(params, opt_state, batch)
         if manager is not None:
-            manager.save(step, args=ocp.args.StandardSave((params, opt_state)))
+            saved = ocp.args.StandardSave((params, opt_state))
+            manager.save(step, args=saved, force=step == arguments.steps - 1)
         if step == arguments.kill_step and jax.process_index() == 0:
             os._exit(9)
     metrics = ols.loss_scale_metrics(opt_state)
@@ -132,6 +142,7 @@ def train(arguments: argparse.Namespace) -> None:
         flush=True,
     )
     if arguments.save_final is not None:
+        arguments.save_final.mkdir(parents=True, exist_ok=True)
         leaves = jax.tree.leaves((params, opt_state))
         path = arguments.save_final / f"{jax.process_index()}.npz"
         np.savez(path, *(np.asarray(leaf) for leaf in leaves))
@@ -143,7 +154,10 @@ def main() -> None:
     if arguments.processes is not None and arguments.process is None:
         sys.exit(start_processes(arguments.processes))
     if arguments.processes is None:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            sys.exit(f"{error} (No cluster is known here: try `--processes 2`.)")
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)

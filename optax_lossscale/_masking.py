@@ -39,7 +39,16 @@ def mask_updates(finite: jax.Array, updates: PyTree) -> PyTree:
 
 def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state on a bad step."""
-    return _map_values(lambda new, old: jnp.where(finite, new, old), new, old)
+
+    def select(new: PyTree, old: PyTree) -> PyTree:
+        sharding = jax.typeof(new).sharding
+        if any(sharding.spec) and jax.typeof(old).sharding != sharding:
+            # On an explicit mesh a select wants both alike. The new one is as the
+            # bare optimizer leaves it.
+            old = jax.sharding.reshard(old, sharding)
+        return jnp.where(finite, new, old)
+
+    return _map_values(select, new, old)
 
 
 def cast_like(new: PyTree, old: PyTree) -> PyTree:

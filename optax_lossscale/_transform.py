@@ -83,7 +83,7 @@ def loss_scaled(
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
         skip, nothing is checked or masked; with `no_loss_scale()`, the program is
         the inner optimizer's own.
-      axis_name: Name, or tuple of names, of the axes of `pmap` or `shard_map` over
+      axis_name: Name, or several, of the axes of `pmap` or `shard_map` over
         which all devices shall agree to skip; none under `jit` with sharded arrays.
         Only the verdict crosses devices; gradients are never reduced for you.
       unscale_mask: As Optax's masks, a pytree of bools that is a prefix of the

@@ -116,7 +116,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
     Args:
       tree: Leaves of any dtype and shape. An empty tree is finite, and so is
         every leaf that is not floating.
-      axis_name: Name, or tuple of names, of the axes of `pmap`, `vmap` or
+      axis_name: Name, or several, of the axes of `pmap`, `vmap` or
         `shard_map` over which all devices shall agree. Only the answer crosses
         devices.
 
@@ -150,7 +150,7 @@ def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Arr
     Args:
       tree: Leaves of any dtype and shape. An empty tree has magnitude 0, and so
         has every leaf that is not floating.
-      axis_name: Name, or tuple of names, of the axes of `pmap`, `vmap` or
+      axis_name: Name, or several, of the axes of `pmap`, `vmap` or
         `shard_map` over which all devices shall agree. Only the answer crosses
         devices.
 
@@ -246,22 +246,27 @@ def _reduce(
     leaves = [widen(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
     axes = {axis for sharding in shardings for axis in _axes_of(sharding.spec)}
-    if axes and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+
+    def reduce_here(leaves: list[jax.Array]) -> jax.Array:
+        # No derivative of a verdict; a maximum over devices has none anyway.
+        return lax.stop_gradient(reduce_leaves(leaves))
+
+    if len(axes) > 1 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         # On an explicit mesh shardings are known while tracing. One collective over all
         # axes that occur, where XLA would make one for each set of axes.
         on_each_device: Callable[..., jax.Array] = jax.shard_map(
-            lambda leaves: reduce_devices(reduce_leaves(leaves), tuple(axes)),
-            mesh=shardings[0].mesh,
+            lambda leaves: reduce_devices(reduce_here(leaves), tuple(axes)),
+            mesh=next(s.mesh for s in shardings if any(_axes_of(s.spec))),
             in_specs=([sharding.spec for sharding in shardings],),
             out_specs=PartitionSpec(),
             axis_names=axes,
         )
         result = on_each_device(leaves)
     else:
-        result = reduce_leaves(leaves)
-    if axis_name is None:
-        return result
+        result = reduce_here(leaves)
     names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    if names is None or names == ():
+        return result
     try:
         if isinstance(names, tuple):
             # One that varies over some of the axes only is refused by JAX 0.12.

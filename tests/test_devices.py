@@ -231,13 +231,8 @@ def max_rule():
     return ols.LossScale(init, adjust, needs_grads_max=True)
 
 
-@pytest.mark.parametrize(
-    "axis_type",
-    [
-        pytest.param(AxisType.Auto, marks=PACKED),
-        AxisType.Explicit,
-    ],
-)
+@PACKED
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("leaves", [1, 12])
 @pytest.mark.parametrize(
     ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
@@ -251,11 +246,10 @@ def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule, scal
         tx = ols.loss_scaled(adam(), rule)
         state = jax.jit(tx.init)(params)
         found = collectives(tx.update, params, state, params)
-    # On an automatic mesh XLA packs the leaves' scalars into one operation.
+    # XLA packs the leaves' scalars into one operation.
     ((result, kind),) = found
     assert kind == "all-reduce"
     assert set(result) == {scalar}
-    assert axis_type == AxisType.Auto or result == [scalar]
 
 
 def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes():
@@ -424,6 +418,42 @@ def test_an_axis_name_that_is_not_bound_gives_jax_s_error_and_a_hint():
     assert "`axis_name` must name axes of the `pmap`" in notes
 
 
+def test_on_an_explicit_mesh_other_leaves_may_be_anywhere():
+    mesh, params = sharded(TWO_AXES, (AxisType.Explicit,) * 2)
+    trees = {"a": np.ones(3, np.float32), "b": 1.0, **params}
+    with set_mesh(mesh):
+        assert jax.jit(ols.all_finite)(trees)
+        assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
+        # A rule that needs it may stand in a step that is differentiated.
+        largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))
+        assert not jax.jit(largest)(params["c"]).any()
+
+
+def test_on_an_explicit_mesh_a_state_may_be_sharded_otherwise_than_the_gradients():
+    mesh, params = sharded({"a": P()}, (AxisType.Explicit,), shape=(8,))
+    tx = ols.loss_scaled(adam(), RULE)
+    with set_mesh(mesh):
+        state = jax.jit(tx.init)(params)
+        grads = jax.device_put(params, NamedSharding(mesh, P("data")))
+        bare = jax.jit(adam().update)(grads, state.inner_state, params)[1]
+        for poison, finite in ((1.0, True), (jnp.nan, False)):
+            bad = {"a": grads["a"] * poison}
+            _, after = jax.jit(tx.update)(bad, state, params)
+            assert types(after.inner_state) == types(bare)
+            assert after.loss_scale_state.last_finite == finite
+
+
+def test_no_axis_at_all_is_no_axis_name():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    finite = jax.shard_map(
+        lambda grads: ols.all_finite(grads, axis_name=()),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+    )
+    assert finite(jnp.ones(8))
+
+
 def test_there_is_no_cond_on_a_per_device_predicate():
     # jax #40823: under shard_map its branches diverge silently.
     tx = ols.loss_scaled(adam(), RULE)
@@ -501,6 +531,33 @@ def test_a_float16_reduction_that_overflows_is_caught_and_float32_avoids_it():
         assert state.loss_scale_state.last_finite.tolist() == [finite] * 8
         expected = 60000.0 / SCALE if finite else 0.0
         np.testing.assert_allclose(updates, expected, rtol=1e-3)
+
+
+def test_under_shard_map_s_check_a_float16_sum_is_avoided_by_pcast():
+    # Gradients of replicated parameters arrive summed there, in float16: a cast
+    # afterwards is too late.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    to_varying = (
+        functools.partial(jax.lax.pcast, axis_name="data", to="varying")
+        if hasattr(jax.lax, "pcast")
+        else functools.partial(jax.lax.pvary, axis_name="data")
+    )
+    tx = ols.loss_scaled(None, ols.static_loss_scale(1.0), axis_name="data")
+
+    def step(weight, x, cast):
+        weight = cast(weight)
+        grads = ols.scaled_grad(lambda w: jnp.sum(w * x), tx.init(weight))(weight)
+        grads = jax.lax.pmean(grads.astype(jnp.float32), "data")
+        return tx.update(grads, tx.init(grads))[0]
+
+    for cast, expected in ((lambda weight: weight, 0.0), (to_varying, 20000.0)):
+        over = jax.shard_map(
+            functools.partial(step, cast=cast),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+        )
+        assert over(jnp.float16(1.0), jnp.full(8, 20000.0, jnp.float16)) == expected
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
