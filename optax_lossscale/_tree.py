@@ -245,7 +245,8 @@ def _reduce(
     """Reduces all floating leaves to one scalar, the same on all devices."""
     leaves = [widen(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
-    axes = {axis for sharding in shardings for axis in _axes_of(sharding.spec)}
+    # In order, and not a set, so that all processes make the same program.
+    axes = tuple(dict.fromkeys(axis for s in shardings for axis in _axes_of(s.spec)))
 
     def reduce_here(leaves: list[jax.Array]) -> jax.Array:
         # No derivative of a verdict; a maximum over devices has none anyway.
@@ -255,11 +256,11 @@ def _reduce(
         # On an explicit mesh shardings are known while tracing. One collective over all
         # axes that occur, where XLA would make one for each set of axes.
         on_each_device: Callable[..., jax.Array] = jax.shard_map(
-            lambda leaves: reduce_devices(reduce_here(leaves), tuple(axes)),
+            lambda leaves: reduce_devices(reduce_here(leaves), axes),
             mesh=next(s.mesh for s in shardings if any(_axes_of(s.spec))),
             in_specs=([sharding.spec for sharding in shardings],),
             out_specs=PartitionSpec(),
-            axis_names=axes,
+            axis_names=set(axes),
         )
         result = on_each_device(leaves)
     else:
