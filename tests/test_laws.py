@@ -9,6 +9,7 @@ import optax
 import oracle
 import strategies
 from compare import assert_same_bits, assert_within_ulp, types
+from history import states_after
 from hypothesis import given
 from hypothesis import strategies as st
 from inner import adam, lenient
@@ -16,16 +17,6 @@ from inner import adam, lenient
 import optax_lossscale as ols
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
-
-
-def scan_adjust(rule, history):
-    """Every state of a rule after the first, stacked."""
-
-    def step(state, finite):
-        state = rule.adjust(state, finite)
-        return state, state
-
-    return jax.lax.scan(step, rule.init(), jnp.asarray(history))[1]
 
 
 @given(st.lists(strategies.exact_float32, min_size=1), strategies.powers_of_two)
@@ -45,14 +36,14 @@ def test_scaling_then_unscaling_float16_is_its_cast_to_float32(array, loss_scale
 
 @given(strategies.dynamic_settings(), strategies.histories)
 def test_any_history_under_scan_equals_the_oracle(settings, history):
-    states = scan_adjust(ols.dynamic_loss_scale(**settings), history)
+    states = states_after(ols.dynamic_loss_scale(**settings), history)
     ours = zip(*(leaf.tolist() for leaf in states[:5]), strict=True)
     assert list(ours) == oracle.run(history, **settings)
 
 
 @given(strategies.dynamic_settings(), strategies.histories)
 def test_the_scale_stays_finite_and_inside_its_bounds(settings, history):
-    scales = scan_adjust(ols.dynamic_loss_scale(**settings), history).loss_scale
+    scales = states_after(ols.dynamic_loss_scale(**settings), history).loss_scale
     low = min(settings["min_scale"], settings["init_scale"])
     high = max(settings["max_scale"], settings["init_scale"])
     assert np.all((scales >= low) & (scales <= high))
@@ -65,7 +56,7 @@ def test_a_finite_step_never_lowers_and_a_nonfinite_one_never_raises(settings, h
         settings["init_scale"], settings["min_scale"], settings["max_scale"]
     )
     settings = {**settings, "init_scale": inside}
-    scales = scan_adjust(ols.dynamic_loss_scale(**settings), history).loss_scale
+    scales = states_after(ols.dynamic_loss_scale(**settings), history).loss_scale
     changes = np.diff(np.asarray(scales), prepend=np.float32(inside))
     assert np.all(np.where(history, changes >= 0, changes <= 0))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from history import states_after
 from inner import lenient
 
 import optax_lossscale as ols
@@ -45,18 +46,6 @@ def read(name):
     return json.loads((DATA / f"{name}.json").read_text())
 
 
-def replay(rule, finite):
-    """The states after each step."""
-
-    def step(state, finite):
-        state = rule.adjust(state, finite)
-        return state, state
-
-    return jax.jit(lambda finite: jax.lax.scan(step, rule.init(), finite)[1])(
-        jnp.asarray(finite, bool)
-    )
-
-
 def steps_inside(scales):
     """How many steps the real system stays where float32 scales are usable."""
     inside = (scales > 2.0**-126) & (scales < 2.0**126)
@@ -86,7 +75,7 @@ def test_a_preset_follows_its_system(system, trace):
     for name in NO_SETTING.get(system, []):
         del config[name]
     rule = PRESETS[system](**config)
-    states = replay(rule, trace["finite"])
+    states = states_after(rule, trace["finite"])
     ours = np.asarray(states.loss_scale, np.float64)
     exact = all(
         is_power_of_two(value) for name, value in config.items() if "factor" in name

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import strategies
 from compare import assert_same_bits, types
+from history import states_after
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,13 +90,7 @@ FIRST = {
 
 def scales(rule, history, state=None):
     """The scale after each step."""
-
-    def step(state, finite):
-        state = rule.adjust(state, finite)
-        return state, state.loss_scale
-
-    state = rule.init() if state is None else state
-    return jax.lax.scan(step, state, jnp.asarray(history, bool))[1].tolist()
+    return states_after(rule, history, state).loss_scale.tolist()
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
