@@ -1,6 +1,7 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
 from optax_lossscale import presets
+from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._keras import ema_params, finalize_params, loss_scale_optimizer
 from optax_lossscale._rules import (
@@ -22,7 +23,7 @@ from optax_lossscale._telemetry import (
     raise_if_stalled,
 )
 from optax_lossscale._transform import adopt_inner_state, loss_scaled
-from optax_lossscale._tree import all_finite, max_magnitude, scale, unscale
+from optax_lossscale._tree import scale, unscale
 
 __version__ = "0.1.0"
 

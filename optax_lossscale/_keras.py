@@ -12,6 +12,7 @@ from optax_lossscale._checks import (
     static_number,
     static_scale,
 )
+from optax_lossscale._finite import AxisName
 from optax_lossscale._keras_parts import (
     AverageAfterState,
     accumulate_before,
@@ -22,7 +23,7 @@ from optax_lossscale._keras_parts import (
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
 from optax_lossscale._transform import as_optimizer, check_structure, loss_scaled
-from optax_lossscale._tree import AxisName, is_absent
+from optax_lossscale._tree import is_absent
 from optax_lossscale.presets import keras, tf_keras
 
 

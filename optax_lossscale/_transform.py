@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._finite import AxisName, is_finite, largest_magnitude
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
-    mask_state,
-    mask_updates,
+    mask_results,
+    run_masked,
 )
 from optax_lossscale._rules import (
     LossScale,
@@ -24,11 +25,8 @@ from optax_lossscale._state import (
     find_loss_scale_states,
 )
 from optax_lossscale._tree import (
-    AxisName,
     Mask,
-    all_finite,
     is_absent,
-    max_magnitude,
     resolve_mask,
     unscale,
     where_true,
@@ -158,22 +156,28 @@ def loss_scaled(
             message = "`grads` must have the tree structure of `params`"
             check_structure(grads, params.fast if fast else params, message)
         mask = resolve_mask(unscale_mask, grads)
-        grads = unscale(grads, loss_scale_state, mask=mask)
-        verdict = _judge(rule, where_true(mask, grads), grads_finite, axis_name)
+        leaves = (where_true(mask, grads), _as_leaf(grads_finite))
+        verdict = _judge(rule, leaves, loss_scale_state.loss_scale, axis_name)
         finite, *_ = verdict
         adjusted = rule.adjust(loss_scale_state, *verdict)
+        grads = unscale(grads, loss_scale_state, mask=mask)
         if rule.skips:
             grads, extra_args = mask_inputs(finite, (grads, extra_args))
-        updates, updated = optimizer.update(grads, inner_state, params, **extra_args)
-        updated = cast_like(updated, inner_state)
+
+        def run() -> tuple[optax.Updates, optax.OptState]:
+            updates, new = optimizer.update(grads, inner_state, params, **extra_args)
+            return updates, cast_like(new, inner_state)
+
+        if rule.skips and not check_updates:
+            updates, updated = run_masked(finite, run, inner_state)
+        else:
+            updates, updated = run()
         if rule.skips and check_updates:
-            updates_finite = all_finite(where_true(mask, updates), axis_name=axis_name)
+            updates_finite = is_finite(where_true(mask, updates), None, axis_name)
             held = hold(loss_scale_state, grads_finite=False)
             adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
             finite &= updates_finite
-        if rule.skips:
-            updates = mask_updates(finite, updates)
-            updated = mask_state(finite, updated, inner_state)
+            updates, updated = mask_results(finite, updates, updated, inner_state)
         return updates, LossScaledState(adjusted, updated)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -271,25 +275,25 @@ def check_structure(tree: PyTree, params: optax.Params, message: str) -> None:
         raise ValueError(f"{message}, {detail} (Do they belong to other arguments?)")
 
 
+def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
+    """An outside verdict as one more leaf, so that it costs no reduction of its own."""
+    if grads_finite is None:
+        return None
+    if jnp.shape(grads_finite) != ():
+        raise ValueError(
+            f"`grads_finite` must be a scalar, got shape {jnp.shape(grads_finite)}. "
+            "(Did you mean `all_finite(...)`?)"
+        )
+    return jnp.where(grads_finite, 0.0, jnp.inf)
+
+
 def _judge(
-    rule: LossScale,
-    grads: optax.Updates,
-    grads_finite: jax.typing.ArrayLike | None,
-    axis_name: AxisName | None,
+    rule: LossScale, leaves: PyTree, loss_scale: jax.Array, axis_name: AxisName | None
 ) -> tuple[jax.Array, ...]:
     """What `rule.adjust` shall know of the gradients; first, whether all is finite."""
-    if not (rule.skips or rule.needs_grads_max):
-        return (jnp.asarray(True),)
-    outside = None
-    if grads_finite is not None:
-        if jnp.shape(grads_finite) != ():
-            raise ValueError(
-                "`grads_finite` must be a scalar, got shape "
-                f"{jnp.shape(grads_finite)}. (Did you mean `all_finite(...)`?)"
-            )
-        # As one more leaf it costs no reduction of its own, on or across devices.
-        outside = jnp.where(grads_finite, 0.0, jnp.inf)
-    if not rule.needs_grads_max:
-        return (all_finite((grads, outside), axis_name=axis_name),)
-    grads_max = max_magnitude((grads, outside), axis_name=axis_name)
-    return jnp.isfinite(grads_max), grads_max
+    if rule.needs_grads_max:
+        grads_max = largest_magnitude(leaves, loss_scale, axis_name)
+        return jnp.isfinite(grads_max), grads_max
+    if rule.skips:
+        return (is_finite(leaves, loss_scale, axis_name),)
+    return (jnp.asarray(True),)

@@ -1,4 +1,4 @@
-"""What a bad step leaves behind: nothing."""
+"""What a bad step leaves behind: nothing; and what masking in flight must respect."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,13 @@ import optax
 import pytest
 from compare import assert_same_bits, types
 
+from optax_lossscale import _masking
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
     mask_state,
     mask_updates,
+    run_masked,
 )
 
 GOOD, BAD = jnp.asarray(True), jnp.asarray(False)
@@ -85,3 +87,145 @@ def test_cast_like_restores_dtypes_and_leaves_the_rest():
     assert cast["f16"].dtype == jnp.float16
     assert cast["int"] is old["int"]
     assert cast["number"] == 2
+
+
+OLD = {
+    "moment": jnp.asarray([1.0, -2.0]),
+    "twin": jnp.asarray([5.0, 6.0]),
+    "grads": jnp.asarray([7.0, 8.0]),
+    "constant": jnp.asarray([9.0, 9.0]),
+    "same": jnp.asarray([3.0, 4.0]),
+    "half": jnp.asarray([1.0, 2.0], jnp.float16),
+    "ints": jnp.arange(2),
+    "keys": jax.random.split(jax.random.key(0), 2),
+    "count": jnp.asarray(3),
+    "none": None,
+}
+GRADS = jnp.asarray([0.5, 0.25])
+
+
+def update(grads, state):
+    """An update that uses its new state, with whatever a state may be made of."""
+    moment = jax.jit(lambda m: m + grads)(state["moment"])
+    moment = jax.lax.fori_loop(0, 2, lambda _, m: m * 2, moment)
+    moment, _ = jax.lax.scan(lambda m, _: (m + 1, None), moment, length=2)
+    moment = moment + 1
+    count = state["count"] + 1
+    new = {
+        "moment": moment,
+        "twin": moment,  # One value in two places.
+        "grads": grads,  # An input of the update.
+        "constant": jnp.zeros(2),  # Computed from nothing.
+        "same": state["same"],
+        "half": state["half"] * 2,
+        "ints": state["ints"] + 1,
+        "keys": jax.vmap(lambda key: jax.random.split(key)[0])(state["keys"]),
+        "count": count,
+        "none": None,
+    }
+    return {"w": moment / count.astype(jnp.float32), "b": None}, new
+
+
+def masked(finite, grads, state, update=update):
+    return run_masked(finite, lambda: update(grads, state), state)
+
+
+WAYS = {
+    "jit": jax.jit(masked),
+    "vmap in jit": jax.jit(
+        lambda finite, grads, state: jax.tree.map(
+            lambda leaf: leaf[1],
+            jax.vmap(masked, in_axes=(0, None, None))(
+                jnp.stack([~finite, finite]), grads, state
+            ),
+        )
+    ),
+    "scan": lambda finite, grads, state: jax.lax.scan(
+        lambda state, finite: masked(finite, grads, state)[::-1], state, finite[None]
+    )[::-1],
+    "plain": masked,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_good_step_run_masked_is_the_step(way):
+    updates, state = WAYS[way](GOOD, GRADS, OLD)
+    expected_updates, expected = jax.jit(update)(GRADS, OLD)
+    assert_same_bits(state, expected)
+    assert_same_bits(updates["w"].reshape(2), expected_updates["w"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_step_run_masked_keeps_the_state_and_updates_nothing(way):
+    updates, state = WAYS[way](BAD, GRADS, OLD)
+    assert_same_bits(state, OLD)
+    assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
+
+
+def test_in_flight_updates_are_computed_from_the_masked_state():
+    def momentum(grads, state):
+        return (new := state * 0.5 + grads), new
+
+    def run(finite, grads, state):
+        return masked(finite, grads, state, momentum)
+
+    program = jax.make_jaxpr(run)(GOOD, GRADS, OLD["moment"])
+    assert program.jaxpr.eqns[-1].params["name"] == "mask_updates"
+    masks = [e for e in program.jaxpr.eqns if e.primitive.name == "select_n"]
+    assert len(masks) == 1
+    assert program.jaxpr.outvars[1] is masks[0].outvars[0]
+    assert masks[0].outvars[0] in program.jaxpr.eqns[-1].invars
+
+
+def test_scalars_are_masked_at_the_end():
+    # The bias correction of a first step that is bad divides by 1 - 0.9**count.
+    def corrected(grads, state):
+        count = state + 1
+        return grads / (1 - 0.9 ** count.astype(jnp.float32)), count
+
+    @jax.jit
+    def slope(grads):
+        run = masked(BAD, grads, jnp.asarray(0), corrected)
+        return run[0].sum()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
+
+
+def test_an_update_that_prints_is_run_once_and_as_it_is(capfd):
+    def printing(grads, state):
+        jax.debug.print("moment {}", state["moment"][0], ordered=True)
+        return update(grads, state)
+
+    run = jax.jit(lambda *args: masked(*args, printing))
+    assert_same_bits(run(BAD, GRADS, OLD)[1], OLD)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("moment 1.0") == 1
+
+
+def test_what_jax_writes_down_in_an_unknown_way_is_masked_at_the_end(monkeypatch):
+    def fail(*args):
+        raise AttributeError
+
+    monkeypatch.setattr(_masking, "_evaluate", fail)
+    run = jax.jit(lambda *args: masked(*args))
+    assert_same_bits(run(BAD, GRADS, OLD)[1], OLD)
+    assert_same_bits(run(GOOD, GRADS, OLD)[1], WAYS["jit"](GOOD, GRADS, OLD)[1])
+
+
+def test_an_error_of_the_update_is_raised_as_it_is():
+    def broken(grads, state):
+        raise KeyError("no such moment")
+
+    with pytest.raises(KeyError, match="no such moment"):
+        jax.jit(lambda *args: masked(*args, broken))(GOOD, GRADS, OLD)
+
+
+def test_names_in_a_profile_are_those_of_the_update():
+    def named(grads, state):
+        with jax.named_scope("first_moment"):
+            return grads, state * 2 + grads
+
+    run = jax.jit(lambda *args: masked(*args, named))
+    lowered = run.lower(GOOD, GRADS, OLD["moment"])
+    assert "first_moment" in lowered.as_text(debug_info=True)

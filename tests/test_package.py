@@ -20,6 +20,7 @@ LAYERS = [
     "_checks",
     "_state",
     "_tree",
+    "_finite",
     "_rules",
     "presets._rules",
     "presets._torch",

@@ -1,11 +1,10 @@
-"""scale, unscale, all_finite and max_magnitude, leaf by leaf."""
+"""scale and unscale, leaf by leaf."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import assert_same_bits
 from compat import enable_x64
 
 import optax_lossscale as ols
@@ -97,87 +96,3 @@ def test_unscale_leaves_masked_out_parts_untouched():
 def test_unscale_with_a_mask_of_another_tree_fails():
     with pytest.raises(ValueError, match="dict"):
         ols.unscale({"a": jnp.ones(2)}, STATE, mask={"b": True})
-
-
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_all_finite_sees_each_kind_in_each_dtype(dtype, value):
-    tree = [jnp.ones(3), jnp.asarray([1, value, 1], dtype)]
-    assert not ols.all_finite(tree)
-    assert ols.max_magnitude(tree) == jnp.inf
-
-
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_all_finite_sees_a_float8_nan(dtype):
-    assert not ols.all_finite(jnp.asarray([1, jnp.nan]).astype(dtype))
-    assert ols.all_finite(jnp.ones(3, dtype))
-
-
-@pytest.mark.parametrize("part", ["real", "imag"])
-def test_all_finite_sees_either_part_of_a_complex_number(part):
-    parts = {"real": jnp.ones(2), "imag": jnp.ones(2)}
-    parts[part] = jnp.asarray([1, jnp.nan])
-    value = jax.lax.complex(parts["real"], parts["imag"])
-    assert not ols.all_finite(value)
-    assert ols.max_magnitude(value) == jnp.inf
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        (),
-        None,
-        {},
-        jnp.zeros((0, 3)),
-        jnp.arange(3),
-        np.zeros(2, jax.dtypes.float0),
-        jax.random.key(0),
-        optax.MaskedNode(),
-    ],
-    ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
-)
-def test_a_tree_without_floating_entries_is_finite_and_zero(tree):
-    assert ols.all_finite(tree)
-    assert ols.max_magnitude(tree) == 0
-
-
-def test_all_finite_is_not_fooled_by_a_sum_that_overflows():
-    assert ols.all_finite(jnp.full(4, jnp.finfo(jnp.float32).max))
-
-
-def test_max_magnitude_takes_the_largest_over_leaves_signs_and_parts():
-    tree = [jnp.asarray([1.0, -3.0]), jax.lax.complex(jnp.zeros(1), -jnp.ones(1) * 5)]
-    assert ols.max_magnitude(tree) == 5.0
-    assert ols.max_magnitude(tree).dtype == jnp.float32
-
-
-def test_max_magnitude_of_a_large_finite_float64_is_finite():
-    with enable_x64(True):
-        largest = jnp.finfo(jnp.float32).max
-        assert ols.max_magnitude(jnp.asarray([1e300])) == largest
-        assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf
-
-
-@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
-def test_the_verdict_is_a_strongly_typed_scalar_in_eager_and_jit(function):
-    tree = [jnp.ones(3), jnp.asarray([1.0, jnp.inf])]
-    eager, jitted = function(tree), jax.jit(function)(tree)
-    assert eager.shape == ()
-    assert not eager.weak_type
-    assert_same_bits(jitted, eager)
-
-
-def test_all_finite_agrees_over_a_named_axis():
-    grads = jnp.asarray([1.0, jnp.nan, 3.0])
-    alone = jax.vmap(ols.all_finite, axis_name="i")(grads)
-    together = jax.vmap(lambda g: ols.all_finite(g, axis_name="i"), axis_name="i")(
-        grads
-    )
-    assert alone.tolist() == [True, False, True]
-    assert together.tolist() == [False] * 3
-
-
-def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
-    agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
-    assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
-    assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]

@@ -1,0 +1,169 @@
+"""all_finite and max_magnitude, in each way of reading the leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import assert_same_bits
+from compat import enable_x64
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import nonfinite
+
+import optax_lossscale as ols
+from optax_lossscale import _finite
+
+
+@pytest.fixture(params=[True, False], ids=["local", "unknown"], autouse=True)
+def are_local(request, monkeypatch):
+    """With one device in sight leaves are local, and with eight they may be sharded."""
+    if request.param:
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_all_finite_sees_each_kind_in_each_dtype(dtype, value):
+    tree = [jnp.ones(3), jnp.asarray([1, value, 1], dtype)]
+    assert not ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == jnp.inf
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_all_finite_sees_a_float8_nan(dtype):
+    assert not ols.all_finite(jnp.asarray([1, jnp.nan]).astype(dtype))
+    assert ols.all_finite(jnp.ones(3, dtype))
+
+
+@pytest.mark.parametrize("part", ["real", "imag"])
+def test_all_finite_sees_either_part_of_a_complex_number(part):
+    parts = {"real": jnp.ones(2), "imag": jnp.ones(2)}
+    parts[part] = jnp.asarray([1, jnp.nan])
+    value = jax.lax.complex(parts["real"], parts["imag"])
+    assert not ols.all_finite(value)
+    assert ols.max_magnitude(value) == jnp.inf
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        (),
+        None,
+        {},
+        jnp.zeros((0, 3)),
+        jnp.arange(3),
+        np.zeros(2, jax.dtypes.float0),
+        jax.random.key(0),
+        optax.MaskedNode(),
+    ],
+    ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
+)
+def test_a_tree_without_floating_entries_is_finite_and_zero(tree):
+    assert ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == 0
+
+
+def test_all_finite_is_not_fooled_by_a_sum_that_overflows():
+    assert ols.all_finite(jnp.full(4, jnp.finfo(jnp.float32).max))
+
+
+def test_max_magnitude_takes_the_largest_over_leaves_signs_and_parts():
+    tree = [jnp.asarray([1.0, -3.0]), jax.lax.complex(jnp.zeros(1), -jnp.ones(1) * 5)]
+    assert ols.max_magnitude(tree) == 5.0
+    assert ols.max_magnitude(tree).dtype == jnp.float32
+
+
+def test_max_magnitude_of_a_large_finite_float64_is_finite():
+    with enable_x64(True):
+        largest = jnp.finfo(jnp.float32).max
+        assert ols.max_magnitude(jnp.asarray([1e300])) == largest
+        assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf
+
+
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_the_verdict_is_a_strongly_typed_scalar_in_eager_and_jit(function):
+    tree = [jnp.ones(3), jnp.asarray([1.0, jnp.inf])]
+    eager, jitted = function(tree), jax.jit(lambda tree: function(tree))(tree)
+    assert eager.shape == ()
+    assert not eager.weak_type
+    assert_same_bits(jitted, eager)
+
+
+def test_all_finite_agrees_over_a_named_axis():
+    grads = jnp.asarray([1.0, jnp.nan, 3.0])
+    alone = jax.vmap(ols.all_finite, axis_name="i")(grads)
+    together = jax.vmap(lambda g: ols.all_finite(g, axis_name="i"), axis_name="i")(
+        grads
+    )
+    assert alone.tolist() == [True, False, True]
+    assert together.tolist() == [False] * 3
+
+
+def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
+    agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
+    assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
+    assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]
+
+
+READERS = [
+    _finite._largest_of_each,
+    _finite._largest_of_groups,
+    _finite._largest_of_extremes,
+]
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
+def test_every_reader_finds_the_largest_magnitude(dtype, sizes, seed, bad):
+    rng = np.random.default_rng(seed)
+    arrays = [(1e4 * rng.standard_cauchy(size)).clip(-6e4, 6e4) for size in sizes]
+    arrays = [array.astype(dtype) for array in arrays]
+    if bad is not None:
+        arrays[seed % len(arrays)][seed % sizes[seed % len(arrays)]] = bad
+    flat = np.abs(np.concatenate(arrays).astype(np.float32))
+    for reader in READERS:
+        largest = reader(*map(jnp.asarray, arrays))
+        assert largest.dtype == dtype
+        if bad is None:
+            assert float(largest) == flat.max()
+        else:
+            assert not jnp.isfinite(largest)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_every_reader_sees_one_bad_entry_of_many(reader, dtype, bad):
+    leaves = [jnp.ones((37, 41), dtype)] * 130
+    for place in (0, 700, 37 * 41 - 1):
+        worst = jnp.ones(37 * 41, dtype).at[place].set(bad).reshape(37, 41)
+        assert not jnp.isfinite(jax.jit(reader)(*leaves, worst))
+
+
+def test_a_gpu_reads_a_thousand_leaves_in_groups_of_sixty():
+    leaves = [jnp.ones(3)] * 1000
+    program = jax.make_jaxpr(_finite._largest_of_groups)(*leaves)
+    names = [equation.primitive.name for equation in program.jaxpr.eqns]
+    assert names.count("concatenate") == names.count("reduce_max") == 17
+
+
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**-15, 3.0])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.complex64])
+def test_unscaling_the_largest_is_unscaling_all(scale, dtype):
+    state = ols.static_loss_scale(scale).init()
+    parts = np.random.default_rng(0).normal(size=(2, 50)) * 1e3
+    leaf = jax.lax.complex(*jnp.asarray(parts, jnp.float32))
+    leaf = leaf if dtype == jnp.complex64 else leaf.real.astype(dtype)
+    exact = ols.max_magnitude(ols.unscale(leaf, state))
+    assert _finite.largest_magnitude(leaf, state.loss_scale, None) == exact
+
+
+def test_what_overflows_only_in_unscaling_is_nonfinite():
+    loss_scale = jnp.float32(2.0**-24)
+    large = jnp.asarray([2.0**120])
+    assert ols.all_finite(large)
+    assert not _finite.is_finite(large, loss_scale, None)
+    with enable_x64(True):
+        assert _finite.is_finite(large.astype(jnp.float64), loss_scale, None)
