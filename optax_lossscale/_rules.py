@@ -166,20 +166,18 @@ def dynamic_loss_scale(
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
         growth_count, hysteresis_count = state.rule_state
-        finite_count = optax.safe_increment(growth_count)
-        tolerated = jnp.maximum(hysteresis_count - 1, 0)
-        grow = finite & (finite_count >= growth_interval)
-        back_off = ~finite & (tolerated == 0)
+        n = optax.safe_increment(growth_count)
+        grow = finite & (n >= growth_interval)
+        n = jnp.where(finite & ~grow, n, 0)
         refill = finite if hysteresis_refill == "finite" else grow
+        h = jnp.where(finite, hysteresis_count, jnp.maximum(hysteresis_count - 1, 0))
+        h = jnp.where(refill, hysteresis, h)
+        back_off = ~finite & (h == 0)
 
         s = state.loss_scale
         s = jnp.where(grow, jnp.minimum(s * growth_factor, max_scale), s)
         s = jnp.where(back_off, jnp.maximum(s * backoff_factor, min_scale), s)
-        left = jnp.where(finite, hysteresis_count, tolerated)
-        rule_state = DynamicRuleState(
-            growth_count=jnp.where(finite & ~grow, finite_count, 0),
-            hysteresis_count=jnp.where(refill, hysteresis, left),
-        )
+        rule_state = DynamicRuleState(growth_count=n, hysteresis_count=h)
         return count_step(state, finite, s, rule_state)
 
     return LossScale(init, adjust)

@@ -23,3 +23,26 @@ def test_every_way_of_running_gives_the_same_and_skips_together(tmp_path):
         assert row["largest difference"] < 1e-6, name
         several_axes = name == "jit, sharded over both axes"
         assert row["collectives"] <= (3 if several_axes else 1), name
+
+
+@pytest.mark.skipif(IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not")
+def test_the_compiled_step_moves_what_the_table_says(tmp_path):
+    path = tmp_path / "cost.json"
+    script = BENCHMARKS / "compiled_cost.py"
+    command = [sys.executable, script, "--platforms", "cpu", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    assert float(rows["optax_lossscale"]["/ limit"]) < 1.06
+    assert float(rows["optax_lossscale"]["temporary MB more"]) == 0
+    assert float(rows["flax DynamicScale"]["/ limit"]) > 1.5
+    assert float(rows["by hand"]["temporary MB more"]) > 24
+
+
+def test_the_overhead_is_measured_for_every_way(tmp_path):
+    path = tmp_path / "overhead.json"
+    command = [sys.executable, BENCHMARKS / "step_overhead.py", "--quick"]
+    command += ["--leaves", "2", "--size", "100", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    tables = json.loads(path.read_text())
+    assert len(tables["rows"]) == 5
+    assert tables["eager"] > 0

@@ -1,0 +1,157 @@
+"""One optimizer update in each of the ways that are compared, from scaled gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from flax.training.dynamic_scale import DynamicScale
+
+import optax_lossscale as ols
+
+Tree = Any
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "sgd with momentum": optax.sgd(1e-3, momentum=0.9),
+    "lion": optax.lion(1e-4),
+    "adafactor": optax.adafactor(1e-3),
+    "muon": optax.contrib.muon(1e-3),
+}
+
+
+class Way(NamedTuple):
+    """`init(params)`, and `step(params, state, grads)` from scaled gradients."""
+
+    init: Callable[[Tree], Tree]
+    step: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+
+
+def bare(inner: optax.GradientTransformation) -> Way:
+    """The optimizer alone, with the cast to float32."""
+
+    def step(params, state, grads):
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Way(inner.init, step)
+
+
+def loss_scaled(inner: optax.GradientTransformation) -> Way:
+    """Ours."""
+    tx = ols.loss_scaled(inner)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Way(tx.init, step)
+
+
+@jax.custom_vjp
+def _with_grads(params, grads):
+    return jnp.float32(0)
+
+
+_with_grads.defvjp(
+    lambda params, grads: (jnp.float32(0), grads),
+    lambda grads, _: (grads, jax.tree.map(jnp.zeros_like, grads)),
+)
+
+
+def flax_dynamic_scale(inner: optax.GradientTransformation) -> Way:
+    """Flax's `DynamicScale`, and the selects that its documentation asks for."""
+
+    def init(params):
+        return DynamicScale(), inner.init(params)
+
+    def step(params, state, grads):
+        scale, old = state
+        halves = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
+        grad_fn = scale.value_and_grad(_with_grads)
+        scale, finite, _, grads = grad_fn(halves, grads)
+        updates, new = inner.update(grads, old, params)
+        updated = optax.apply_updates(params, updates)
+        params, new = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (updated, new), (params, old)
+        )
+        return params, (scale, new)
+
+    return Way(init, step)
+
+
+def apply_if_finite(inner: optax.GradientTransformation) -> Way:
+    """`optax.apply_if_finite`, and a scale that is multiplied out before."""
+    tx = optax.apply_if_finite(inner, max_consecutive_errors=2**30)
+
+    def init(params):
+        return jnp.float32(2.0**15), tx.init(params)
+
+    def step(params, state, grads):
+        scale, old = state
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / scale, grads)
+        updates, new = tx.update(grads, old, params)
+        scale = jnp.where(new.last_finite, scale, scale / 2)
+        return optax.apply_updates(params, updates), (scale, new)
+
+    return Way(init, step)
+
+
+def by_hand(inner: optax.GradientTransformation) -> Way:
+    """What one writes: a check a leaf, and `where` on parameters and state."""
+
+    def init(params):
+        return jnp.float32(2.0**15), jnp.int32(0), inner.init(params)
+
+    def step(params, state, grads):
+        scale, count, old = state
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / scale, grads)
+        checks = [jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)]
+        finite = jnp.stack(checks).all()
+        updates, new = inner.update(grads, old, params)
+        updated = optax.apply_updates(params, updates)
+        params, new = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (updated, new), (params, old)
+        )
+        count = jnp.where(finite, count + 1, 0)
+        grown = jnp.where(count % 2000 == 0, scale * 2, scale)
+        return params, (jnp.where(finite, grown, scale / 2), count, new)
+
+    return Way(init, step)
+
+
+WAYS = {
+    "bare optimizer": bare,
+    "optax_lossscale": loss_scaled,
+    "flax DynamicScale": flax_dynamic_scale,
+    "optax.apply_if_finite": apply_if_finite,
+    "by hand": by_hand,
+}
+
+
+def shape_of(size: int) -> tuple[int, ...]:
+    """A matrix, as Muon and Adafactor want, if the size allows one."""
+    return (size // 100, 100) if size % 10000 == 0 else (size,)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints rows as one aligned table; the first row names the columns."""
+    table = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (w - 1)}:" for w in widths[1:])]
+    for first, *others in [table[0], rule, *table[1:]]:
+        cells = [cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True)]
+        print("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
+
+
+def versions() -> str:
+    """What the figures were obtained with."""
+    device = jax.devices()[0]
+    return (
+        f"JAX {jax.__version__}, Optax {optax.__version__}, "
+        f"{jax.device_count()} {device.device_kind.upper()}"
+    )
