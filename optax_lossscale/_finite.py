@@ -29,7 +29,7 @@ from optax_lossscale._tree import inverse, is_floating, widen
 # One axis, or several, of pmap, vmap or shard_map.
 AxisName = Hashable
 
-# Of 1000 leaves in groups of 60, 51 kernels; far larger groups are copied.
+# Of 1000 leaves 17 groups, so 34 kernels; much larger groups are written first.
 _LEAVES_PER_GROUP = 60
 
 
@@ -178,7 +178,8 @@ def _are_local() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
-    return set(mesh.manual_axes) == set(mesh.axis_names)
+    is_one_device = mesh.size == 1 and not mesh.explicit_axes
+    return is_one_device or set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 @partial(jax.jit, static_argnums=1)  # One call where it is not part of a program.

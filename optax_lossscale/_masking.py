@@ -160,7 +160,7 @@ def _alike(one: jax.Array, other: jax.Array) -> bool:
 def _evaluate(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
     """The outputs of one equation of a traced program, under its own names."""
     params = equation.primitive.get_bind_params(equation.params)
-    # Until JAX 0.8 the functions of a call came apart from the other parameters.
+    # In JAX 0.7 the functions of a call come apart from its other parameters.
     functions, params = params if isinstance(params, tuple) else ((), params)
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack

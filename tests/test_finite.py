@@ -6,9 +6,11 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits
-from compat import enable_x64
+from compat import enable_x64, set_mesh
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 from strategies import nonfinite
 
 import optax_lossscale as ols
@@ -167,3 +169,40 @@ def test_what_overflows_only_in_unscaling_is_nonfinite():
     assert not _finite.is_finite(large, loss_scale, None)
     with enable_x64(True):
         assert _finite.is_finite(large.astype(jnp.float64), loss_scale, None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis_type", "expected"),
+    [
+        ((1,), AxisType.Auto, True),
+        ((8,), AxisType.Auto, False),
+        ((1,), AxisType.Explicit, False),
+        ((8,), AxisType.Explicit, False),
+    ],
+)
+def test_leaves_are_local_on_a_mesh_of_one_device(shape, axis_type, expected):
+    devices = np.asarray(jax.devices()[: shape[0]])
+    with set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
+        assert _finite._are_local() is expected
+
+
+def test_leaves_are_local_where_every_axis_is_manual():
+    mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
+    seen = []
+    for names in ({"data", "model"}, {"data"}):
+
+        def look(x):
+            seen.append(_finite._are_local())
+            return x
+
+        jax.jit(
+            jax.shard_map(
+                look,
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names=names,
+            )
+        ).lower(jnp.ones(8))
+    assert seen[0] is True
+    assert seen[-1] is False
