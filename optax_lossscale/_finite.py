@@ -1,20 +1,18 @@
 """The check: whether every entry of every leaf is finite.
 
-It needs one read of the leaves, and nothing else should cost anything. Infinity is the
-largest magnitude, and NaN is made to count as infinity, so one reduction serves as the
-check and as the statistic. What is cheap differs:
+It needs one read of the leaves, and little else should cost anything:
 
 * On a GPU each reduction is two kernels, and launches are what costs. Leaves are read
   in groups, as one concatenated array, which is never written.
-* On a CPU whatever is computed of an entry before a reduction is written to memory
-  first. The maximum and the minimum of the raw entries need nothing before; both hand
-  a NaN on.
-* On a TPU, each leaf by itself: there a concatenation is copied.
-* Where leaves may be sharded, as well: to concatenate them would gather them, and a
-  maximum over devices drops NaN, so it becomes infinity before.
+* On a TPU or CPU, each leaf by itself: there a concatenation is copied.
+* Where leaves may be sharded, as well: to concatenate them would gather them.
+
+No reduction is trusted with a NaN. A maximum drops it between devices, and on a CPU
+within one array as well (XLA of JAX 0.10 to 0.12, from 4096 entries on). So a NaN is
+`False`, or infinity, before anything is reduced.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -24,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._state import PyTree
-from optax_lossscale._tree import inverse, is_floating, widen
+from optax_lossscale._tree import is_floating, unscale_leaves, widen
 
 # One axis, or several, of pmap, vmap or shard_map.
 AxisName = Hashable
@@ -89,24 +87,24 @@ def is_finite(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
     """`all_finite`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, jnp.isfinite, lax.pmin, axis_name)
+    return _reduce(tree, loss_scale, _all_finite, lax.pmin, axis_name)
 
 
 def largest_magnitude(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
     """`max_magnitude`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, lambda largest: largest, lax.pmax, axis_name)
+    return _reduce(tree, loss_scale, _largest, lax.pmax, axis_name)
 
 
 def _reduce(
     tree: PyTree,
     loss_scale: jax.Array | None,
-    finish: Callable[[jax.Array], jax.Array],
+    read: Callable[[list[jax.Array]], jax.Array],
     reduce_devices: Callable[..., Any],
     axis_name: AxisName | None,
 ) -> jax.Array:
-    """`finish` of the largest magnitude of all leaves, the same on all devices."""
+    """Reads all floating leaves, unscaled, as one scalar, the same on all devices."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
     # No derivative of a verdict; a maximum over devices has none anyway.
     leaves = lax.stop_gradient(leaves)
@@ -115,7 +113,7 @@ def _reduce(
     axes = tuple(dict.fromkeys(axis for s in shardings for axis in _axes_of(s.spec)))
 
     def reduce_here(leaves: list[jax.Array], loss_scale: jax.Array | None) -> jax.Array:
-        return finish(_largest(leaves, loss_scale))
+        return jnp.asarray(_read(leaves, loss_scale, read, _are_local()))
 
     if len(axes) > 1 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         # On an explicit mesh shardings are known while tracing. One collective over all
@@ -152,24 +150,6 @@ def _axes_of(spec: PartitionSpec) -> Iterator[Hashable]:
         yield from part if isinstance(part, tuple) else (part,) if part else ()
 
 
-def _largest(leaves: list[jax.Array], loss_scale: jax.Array | None) -> jax.Array:
-    """The largest magnitude, after unscaling, as float32; infinity for NaN.
-
-    Rounding never changes an order, so it is enough to unscale the largest.
-    """
-    largest = jnp.zeros((), jnp.float32)
-    for magnitude in _largest_of_dtypes(leaves, _are_local()):
-        wide = widen(magnitude)
-        if loss_scale is not None:
-            wide *= inverse(loss_scale, wide.dtype)
-        if wide.dtype == jnp.float64:
-            in_range = jnp.minimum(wide, jnp.finfo(jnp.float32).max.astype(wide.dtype))
-            wide = jnp.where(jnp.isfinite(wide), in_range, wide)
-        finite_or_inf = jnp.where(jnp.isnan(wide), jnp.inf, wide)
-        largest = jnp.maximum(largest, finite_or_inf.astype(jnp.float32))
-    return largest
-
-
 def _are_local() -> bool:
     """Whether arrays are known to lie on one device each, or to be one device's part.
 
@@ -182,51 +162,65 @@ def _are_local() -> bool:
     return is_one_device or set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-@partial(jax.jit, static_argnums=1)  # One call where it is not part of a program.
-def _largest_of_dtypes(leaves: list[jax.Array], are_local: bool) -> list[jax.Array]:
-    """For every dtype that occurs, the largest magnitude in it; NaN or infinity."""
-    of_dtype: dict[Any, list[jax.Array]] = {}
-    for leaf in filter(jnp.size, leaves):
-        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        for part in (leaf.real, leaf.imag) if is_complex else (leaf,):
-            # Float8 has no reductions; and of one dtype, one collective is enough.
-            as_is = are_local and part.dtype.itemsize > 1
-            real = part if as_is else widen(part)
-            of_dtype.setdefault(real.dtype, []).append(real)
-    choose = partial(
-        lax.platform_dependent,
-        cpu=_largest_of_extremes,
-        cuda=_largest_of_groups,
-        rocm=_largest_of_groups,
-        default=_largest_of_each,
+@partial(jax.jit, static_argnums=(2, 3))  # One call where not part of a program.
+def _read(
+    leaves: list[jax.Array],
+    loss_scale: jax.Array | None,
+    read: Callable[[list[jax.Array]], jax.Array],
+    are_local: bool,
+) -> jax.Array:
+    def read_each(*leaves: jax.Array) -> jax.Array:
+        if loss_scale is None:
+            return read([widen(leaf) for leaf in leaves])
+        return read(unscale_leaves(list(leaves), loss_scale))
+
+    def read_groups(*leaves: jax.Array) -> jax.Array:
+        return read_each(*_concatenated(leaves))
+
+    if not are_local:
+        return read_each(*leaves)
+    result: jax.Array = lax.platform_dependent(  # Chosen where it is compiled.
+        *leaves, cuda=read_groups, rocm=read_groups, default=read_each
     )
-    largest_of = choose if are_local else _largest_of_each
-    return [largest_of(*leaves) for leaves in of_dtype.values()]
+    return result
 
 
-def _largest_of_each(*leaves: jax.Array) -> jax.Array:
-    def largest(leaf: jax.Array) -> jax.Array:
-        is_nan = lax.ne(leaf, leaf)
-        infinity = lax.full_like(leaf, jnp.inf)
-        return _maximum(lax.select_n(is_nan, lax.abs(leaf), infinity))
-
-    return reduce(lax.max, map(largest, leaves))
-
-
-def _largest_of_groups(*leaves: jax.Array) -> jax.Array:
-    flat = [lax.reshape(leaf, (leaf.size,)) for leaf in leaves]
-    starts = range(0, len(flat), _LEAVES_PER_GROUP)
-    groups = [flat[start : start + _LEAVES_PER_GROUP] for start in starts]
-    return _largest_of_each(*(lax.concatenate(group, 0) for group in groups))
+def _concatenated(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
+    """Leaves of each dtype, flat, in groups."""
+    of_dtype: dict[Any, list[jax.Array]] = {}
+    for leaf in leaves:
+        of_dtype.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
+    for flat in of_dtype.values():
+        for start in range(0, len(flat), _LEAVES_PER_GROUP):
+            yield lax.concatenate(flat[start : start + _LEAVES_PER_GROUP], 0)
 
 
-def _largest_of_extremes(*leaves: jax.Array) -> jax.Array:
-    highest = map(_maximum, leaves)
-    lowest = [lax.reduce_min(leaf, range(leaf.ndim)) for leaf in leaves]
-    # One array of them all, or XLA repeats what is made of them for each of its uses.
-    extremes = [lax.reshape(extreme, (1,)) for extreme in (*highest, *lowest)]
-    return _maximum(lax.abs(lax.concatenate(extremes, 0)))
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether all is finite."""
+    verdicts = [
+        lax.reduce_and(lax.is_finite(part), range(part.ndim))
+        for leaf in leaves
+        for part in _real_parts(leaf)
+    ]
+    return reduce(jnp.logical_and, verdicts, jnp.asarray(True))
 
 
-def _maximum(array: jax.Array) -> jax.Array:
-    return lax.reduce_max(array, range(array.ndim))
+def _largest(leaves: list[jax.Array]) -> jax.Array:
+    """The largest magnitude as float32; infinity for NaN."""
+    largest = jnp.zeros((), jnp.float32)
+    for leaf in leaves:
+        for part in _real_parts(leaf):
+            magnitude = jnp.where(jnp.isnan(part), jnp.inf, jnp.abs(part))
+            in_leaf = jnp.max(magnitude, initial=0)
+            if part.dtype == jnp.float64:
+                finite = jnp.isfinite(in_leaf)
+                float32_max = jnp.finfo(jnp.float32).max.astype(part.dtype)
+                clipped = jnp.minimum(in_leaf, float32_max)
+                in_leaf = jnp.where(finite, clipped, in_leaf)
+            largest = jnp.maximum(largest, in_leaf.astype(jnp.float32))
+    return largest
+
+
+def _real_parts(leaf: jax.Array) -> tuple[jax.Array, ...]:
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    return (lax.real(leaf), lax.imag(leaf)) if is_complex else (leaf,)

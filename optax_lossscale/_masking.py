@@ -87,7 +87,8 @@ def run_masked(
 
     Args:
       finite: `bool[]`.
-      run: The update: takes nothing, returns updates and the new state.
+      run: The update: takes nothing, returns updates and the new state. It is traced
+        by itself, so it must not hand a traced value out in any other way.
       old: The state before.
 
     Returns:
@@ -116,12 +117,13 @@ def _run_in_flight(
     if program.effects:
         return None  # What prints, or writes elsewhere, is run as it is.
     updates, new = jax.tree.unflatten(structure, program.outvars)
+    shapes = {update.aval.shape for update in jax.tree.leaves(updates)}
     to_mask: dict[int, jax.Array] = {}
 
     def note(result: core.Var, old: jax.Array) -> None:
-        # Scalars, such as counts, are left for the end: a bias correction divides by
-        # zero if a count stays at zero.
-        if jnp.ndim(old) > 0:
+        # Only moments are worth it. Counts, and whatever else is small, are left for
+        # the end: where a count stays at zero, a bias correction divides by zero.
+        if is_floating(old) and jnp.shape(old) in shapes - {()}:
             to_mask.setdefault(id(result), old)
 
     jax.tree.map(note, new, old)

@@ -73,7 +73,7 @@ def loss_scaled(
     `MultiSteps` for ever.
 
     Args:
-      inner: The optimizer: anything with `init` and `update`. None is
+      inner: The optimizer: anything with pure `init` and `update`. None is
         `optax.identity()`, which makes a link for `optax.chain`: gradients are
         unscaled, and zero on a bad step. A link cannot stop the optimizers after
         it from moving on a bad step (weight decay, momentum, counts), so it is not a

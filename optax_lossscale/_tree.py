@@ -10,7 +10,7 @@ What each kind of leaf means, here and in the wrapper; the first two are "floati
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     loss_scale = get_loss_scale(state)
 
     def unscale_part(is_scaled: bool, part: PyTree) -> PyTree:
-        return map_floating(_unscale_leaves, part, loss_scale) if is_scaled else part
+        return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
 
     return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
 
@@ -151,11 +151,6 @@ def wide_param(param: PyTree) -> PyTree:
     return widen(param) if is_floating(param) else param
 
 
-def inverse(loss_scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What to multiply by, in order to divide the loss scale out in a dtype."""
-    return 1 / loss_scale.astype(dtype)
-
-
 def map_floating(
     function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
 ) -> PyTree:
@@ -175,9 +170,10 @@ def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
 
 
 @jax.jit
-def _unscale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+def unscale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+    """`unscale` of a list of floating leaves."""
     # Divided once for a dtype, not once for a leaf.
-    return _multiply(leaves, cache(partial(inverse, loss_scale)))
+    return _multiply(leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
 
 
 def _multiply(

@@ -33,7 +33,7 @@ def test_the_compiled_step_moves_what_the_table_says(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
     assert float(rows["optax_lossscale"]["/ limit"]) < 1.06
-    assert float(rows["optax_lossscale"]["temporary MB more"]) == 0
+    assert float(rows["optax_lossscale"]["temporary MB more"]) <= 6
     assert float(rows["flax DynamicScale"]["/ limit"]) > 1.5
     assert float(rows["by hand"]["temporary MB more"]) > 24
 

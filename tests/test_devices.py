@@ -234,8 +234,10 @@ def max_rule():
 @PACKED
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("leaves", [1, 12])
-@pytest.mark.parametrize("rule", [RULE, max_rule()], ids=["bool", "max"])
-def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule):
+@pytest.mark.parametrize(
+    ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
+)
+def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule, scalar):
     specs = {
         f"{i}{name}": spec for i in range(leaves) for name, spec in ONE_AXIS.items()
     }
@@ -247,7 +249,7 @@ def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule):
     # XLA packs the leaves' scalars into one operation.
     ((result, kind),) = found
     assert kind == "all-reduce"
-    assert set(result) == {"f32[]"}
+    assert set(result) == {scalar}
 
 
 def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes():
@@ -279,7 +281,7 @@ def test_on_an_automatic_mesh_it_is_one_collective_a_set_of_axes(axis_types):
     assert 1 <= len(found) <= 3
     for result, kind in found:
         assert kind == "all-reduce"
-        assert set(result) == {"f32[]"}
+        assert set(result) == {"pred[]"}
 
 
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ["data", "model"]])

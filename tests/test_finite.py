@@ -1,5 +1,7 @@
 """all_finite and max_magnitude, in each way of reading the leaves."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,47 +110,47 @@ def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
     assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]
 
 
-READERS = [
-    _finite._largest_of_each,
-    _finite._largest_of_groups,
-    _finite._largest_of_extremes,
-]
-SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+def concatenated(leaves):
+    """As a GPU reads them, in groups of sixty."""
+    return list(_finite._concatenated([jnp.asarray(leaf) for leaf in leaves]))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
-def test_every_reader_finds_the_largest_magnitude(dtype, sizes, seed, bad):
+def test_the_largest_magnitude_is_that_of_numpy(dtype, sizes, seed, bad):
     rng = np.random.default_rng(seed)
     arrays = [(1e4 * rng.standard_cauchy(size)).clip(-6e4, 6e4) for size in sizes]
     arrays = [array.astype(dtype) for array in arrays]
-    if bad is not None:
-        arrays[seed % len(arrays)][seed % sizes[seed % len(arrays)]] = bad
+    if bad is not None and sizes[seed % len(sizes)]:
+        arrays[seed % len(sizes)][-1] = bad
     flat = np.abs(np.concatenate(arrays).astype(np.float32))
-    for reader in READERS:
-        largest = reader(*map(jnp.asarray, arrays))
-        assert largest.dtype == dtype
-        if bad is None:
-            assert float(largest) == flat.max()
-        else:
-            assert not jnp.isfinite(largest)
+    expected = np.inf if np.isnan(flat).any() else flat.max(initial=0)
+    for leaves in (arrays, concatenated(arrays)):
+        assert float(ols.max_magnitude(leaves)) == expected
+        assert bool(ols.all_finite(leaves)) == (expected < np.inf)
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("bad", [jnp.nan, -jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_every_reader_sees_one_bad_entry_of_many(reader, dtype, bad):
-    leaves = [jnp.ones((37, 41), dtype)] * 130
-    for place in (0, 700, 37 * 41 - 1):
-        worst = jnp.ones(37 * 41, dtype).at[place].set(bad).reshape(37, 41)
-        assert not jnp.isfinite(jax.jit(reader)(*leaves, worst))
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(4096,), (300, 400)])
+def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype, bad):
+    # XLA's maximum of 4096 and more entries drops a NaN on a CPU.
+    size = math.prod(shape)
+    for place in (0, size // 2, size - 1):
+        leaf = jnp.ones(size, dtype).at[place].set(bad).reshape(shape)
+        for leaves in ([leaf], [jnp.ones(3), leaf], concatenated([leaf] * 3)):
+            assert not jax.jit(lambda tree: ols.all_finite(tree))(leaves)
+            assert not ols.all_finite(leaves)
+            assert ols.max_magnitude(leaves) == jnp.inf
 
 
 def test_a_gpu_reads_a_thousand_leaves_in_groups_of_sixty():
-    leaves = [jnp.ones(3)] * 1000
-    program = jax.make_jaxpr(_finite._largest_of_groups)(*leaves)
-    names = [equation.primitive.name for equation in program.jaxpr.eqns]
-    assert names.count("concatenate") == names.count("reduce_max") == 17
+    groups = concatenated([jnp.ones((3, 2), jnp.float16)] * 1000 + [jnp.ones(5)])
+    assert [group.size for group in groups] == [360] * 16 + [240, 5]
+    assert [group.dtype for group in groups] == [jnp.float16] * 17 + [jnp.float32]
 
 
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**-15, 3.0])

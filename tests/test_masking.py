@@ -192,6 +192,24 @@ def test_scalars_are_masked_at_the_end():
         assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
 
 
+def test_counts_of_an_ensemble_are_masked_at_the_end():
+    # As arrays they could be taken for moments: the gradient of 0 / 0 is NaN.
+    inner = optax.adam(0.1)
+
+    def loss(params):
+        state = jax.vmap(inner.init)(params)
+        state = optax.tree.set(state, mu=params)
+        for finite in (BAD, GOOD):
+            updates, state = masked(
+                finite, params, state, lambda g, s: jax.vmap(inner.update)(g, s)
+            )
+        return updates.sum()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        slope = jax.jit(jax.grad(loss))(jnp.ones((3, 4)))
+    assert jnp.isfinite(slope).all()
+
+
 def test_an_update_that_prints_is_run_once_and_as_it_is(capfd):
     def printing(grads, state):
         jax.debug.print("moment {}", state["moment"][0], ordered=True)
