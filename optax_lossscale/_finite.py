@@ -13,7 +13,7 @@ within one array as well (XLA of JAX 0.10 to 0.12, from 4096 entries on). So a N
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -197,17 +197,17 @@ def _concatenated(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
 
 def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     """Whether all is finite."""
-    verdicts = [
+    finite = [
         lax.reduce_and(lax.is_finite(part), range(part.ndim))
         for leaf in leaves
         for part in _real_parts(leaf)
     ]
-    return reduce(jnp.logical_and, verdicts, jnp.asarray(True))
+    return jnp.all(_stacked(finite)) if finite else jnp.asarray(True)
 
 
 def _largest(leaves: list[jax.Array]) -> jax.Array:
     """The largest magnitude as float32; infinity for NaN."""
-    largest = jnp.zeros((), jnp.float32)
+    largest = [jnp.zeros((), jnp.float32)]
     for leaf in leaves:
         for part in _real_parts(leaf):
             magnitude = jnp.where(jnp.isnan(part), jnp.inf, jnp.abs(part))
@@ -217,8 +217,14 @@ def _largest(leaves: list[jax.Array]) -> jax.Array:
                 float32_max = jnp.finfo(jnp.float32).max.astype(part.dtype)
                 clipped = jnp.minimum(in_leaf, float32_max)
                 in_leaf = jnp.where(finite, clipped, in_leaf)
-            largest = jnp.maximum(largest, in_leaf.astype(jnp.float32))
-    return largest
+            largest.append(in_leaf.astype(jnp.float32))
+    return jnp.max(_stacked(largest))
+
+
+def _stacked(scalars: list[jax.Array]) -> jax.Array:
+    # As a chain of operations XLA would repeat them all for each use of the result,
+    # and take minutes to compile a thousand.
+    return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)
 
 
 def _real_parts(leaf: jax.Array) -> tuple[jax.Array, ...]:
