@@ -2,10 +2,12 @@
 
 It needs one read of the leaves, and little else should cost anything:
 
-* On a GPU each reduction is two kernels, and launches are what costs. Leaves are read
+* On a GPU launches are what costs, and each reduction is two kernels. Leaves are read
   in groups, as one concatenated array, which is never written.
-* On a TPU or CPU, each leaf by itself: there a concatenation is copied.
-* Where leaves may be sharded, as well: to concatenate them would gather them.
+* On a TPU or CPU a concatenation would be copied, and on a CPU whatever is reduced is
+  first written. Leaves of one shape are laid over each other, entry by entry, and
+  reduced as one.
+* Where leaves may be sharded, each by itself: anything else might gather them.
 
 No reduction is trusted with a NaN. A maximum drops it between devices, and on a CPU
 within one array as well (XLA of JAX 0.10 to 0.12, from 4096 entries on). So a NaN is
@@ -13,8 +15,8 @@ within one array as well (XLA of JAX 0.10 to 0.12, from 4096 entries on). So a N
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,52 @@ from optax_lossscale._tree import is_floating, unscale_leaves, widen
 AxisName = Hashable
 
 # Of 1000 leaves 17 groups, so 34 kernels; much larger groups are written first.
-_LEAVES_PER_GROUP = 60
+_CONCATENATED = 60
+# More do not stay on a TPU's chip until the update reads them again.
+_OVERLAID = 16
+
+
+class _Statistic(NamedTuple):
+    """What is read of the leaves.
+
+    Attributes:
+      of_entries: Makes of an array another of its shape, that holds no NaN.
+      join: Takes two such entries together.
+      reduce: Takes all entries of one array together.
+      of_none: The result where there is no entry.
+    """
+
+    of_entries: Callable[[jax.Array], jax.Array]
+    join: Callable[[jax.Array, jax.Array], jax.Array]
+    reduce: Callable[..., jax.Array]
+    of_none: bool | float
+
+    def of_all(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Reduces arrays of entries to one scalar."""
+        if not arrays:
+            return jnp.asarray(self.of_none)
+        scalars = [self.reduce(array, range(array.ndim)) for array in arrays]
+        return self.reduce(_stacked(scalars), (0,))
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Magnitudes as float32; infinity for NaN."""
+    magnitude = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, jnp.inf))
+    if x.dtype == jnp.float64:
+        float32_max = jnp.finfo(jnp.float32).max.astype(x.dtype)
+        clipped = lax.min(magnitude, lax.full_like(x, float32_max))
+        magnitude = lax.select(lax.is_finite(x), clipped, magnitude)
+    return magnitude.astype(jnp.float32)
+
+
+_FINITE = _Statistic(lax.is_finite, lax.bitwise_and, lax.reduce_and, True)
+_MAGNITUDE = _Statistic(
+    _magnitude,
+    # Not `lax.max`: XLA would reduce each array by itself again.
+    lambda a, b: lax.select(lax.gt(a, b), a, b),
+    lax.reduce_max,
+    0.0,
+)
 
 
 def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -87,25 +134,26 @@ def is_finite(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
     """`all_finite`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, _all_finite, lax.pmin, axis_name)
+    return _reduce(tree, loss_scale, _FINITE, lax.pmin, axis_name)
 
 
 def largest_magnitude(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
     """`max_magnitude`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, _largest, lax.pmax, axis_name)
+    return _reduce(tree, loss_scale, _MAGNITUDE, lax.pmax, axis_name)
 
 
 def _reduce(
     tree: PyTree,
     loss_scale: jax.Array | None,
-    read: Callable[[list[jax.Array]], jax.Array],
+    statistic: _Statistic,
     reduce_devices: Callable[..., Any],
     axis_name: AxisName | None,
 ) -> jax.Array:
     """Reads all floating leaves, unscaled, as one scalar, the same on all devices."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+    leaves = [leaf for leaf in leaves if leaf.size]
     # No derivative of a verdict; a maximum over devices has none anyway.
     leaves = lax.stop_gradient(leaves)
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
@@ -113,7 +161,7 @@ def _reduce(
     axes = tuple(dict.fromkeys(axis for s in shardings for axis in _axes_of(s.spec)))
 
     def reduce_here(leaves: list[jax.Array], loss_scale: jax.Array | None) -> jax.Array:
-        return jnp.asarray(_read(leaves, loss_scale, read, _are_local()))
+        return jnp.asarray(_read(leaves, loss_scale, statistic, _are_local()))
 
     if len(axes) > 1 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         # On an explicit mesh shardings are known while tracing. One collective over all
@@ -166,59 +214,64 @@ def _are_local() -> bool:
 def _read(
     leaves: list[jax.Array],
     loss_scale: jax.Array | None,
-    read: Callable[[list[jax.Array]], jax.Array],
+    statistic: _Statistic,
     are_local: bool,
 ) -> jax.Array:
-    def read_each(*leaves: jax.Array) -> jax.Array:
+    def entries_of(leaves: Sequence[jax.Array]) -> list[jax.Array]:
         if loss_scale is None:
-            return read([widen(leaf) for leaf in leaves])
-        return read(unscale_leaves(list(leaves), loss_scale))
+            leaves = [widen(leaf) for leaf in leaves]
+        else:
+            leaves = unscale_leaves(list(leaves), loss_scale)
+        return [
+            statistic.of_entries(part) for leaf in leaves for part in _real_parts(leaf)
+        ]
 
-    def read_groups(*leaves: jax.Array) -> jax.Array:
-        return read_each(*_concatenated(leaves))
+    def read_each(*leaves: jax.Array) -> jax.Array:
+        return statistic.of_all(entries_of(leaves))
+
+    def read_overlaid(*leaves: jax.Array) -> jax.Array:
+        return statistic.of_all(_overlaid(entries_of(leaves), statistic.join))
+
+    def read_concatenated(*leaves: jax.Array) -> jax.Array:
+        return statistic.of_all(entries_of(_concatenated(leaves)))
 
     if not are_local:
         return read_each(*leaves)
     result: jax.Array = lax.platform_dependent(  # Chosen where it is compiled.
-        *leaves, cuda=read_groups, rocm=read_groups, default=read_each
+        *leaves, cuda=read_concatenated, rocm=read_concatenated, default=read_overlaid
     )
     return result
 
 
-def _concatenated(leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
+def _concatenated(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """Leaves of each dtype, flat, in groups."""
     of_dtype: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
         of_dtype.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
-    for flat in of_dtype.values():
-        for start in range(0, len(flat), _LEAVES_PER_GROUP):
-            yield lax.concatenate(flat[start : start + _LEAVES_PER_GROUP], 0)
-
-
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-    """Whether all is finite."""
-    finite = [
-        lax.reduce_and(lax.is_finite(part), range(part.ndim))
-        for leaf in leaves
-        for part in _real_parts(leaf)
+    return [
+        lax.concatenate(group, 0)
+        for flat in of_dtype.values()
+        for group in _groups(flat, _CONCATENATED)
     ]
-    return jnp.all(_stacked(finite)) if finite else jnp.asarray(True)
 
 
-def _largest(leaves: list[jax.Array]) -> jax.Array:
-    """The largest magnitude as float32; infinity for NaN."""
-    largest = [jnp.zeros((), jnp.float32)]
-    for leaf in leaves:
-        for part in _real_parts(leaf):
-            magnitude = jnp.where(jnp.isnan(part), jnp.inf, jnp.abs(part))
-            in_leaf = jnp.max(magnitude, initial=0)
-            if part.dtype == jnp.float64:
-                finite = jnp.isfinite(in_leaf)
-                float32_max = jnp.finfo(jnp.float32).max.astype(part.dtype)
-                clipped = jnp.minimum(in_leaf, float32_max)
-                in_leaf = jnp.where(finite, clipped, in_leaf)
-            largest.append(in_leaf.astype(jnp.float32))
-    return jnp.max(_stacked(largest))
+def _overlaid(
+    arrays: list[jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array]
+) -> list[jax.Array]:
+    """Arrays of one shape and dtype, joined entry by entry in groups."""
+    of_shape: dict[tuple[int, ...], list[jax.Array]] = {}
+    for array in arrays:
+        of_shape.setdefault(array.shape, []).append(array)
+    return [
+        reduce(join, group)
+        for same in of_shape.values()
+        for group in _groups(same, _OVERLAID)
+    ]
+
+
+def _groups(arrays: list[jax.Array], size: int) -> Iterator[list[jax.Array]]:
+    for start in range(0, len(arrays), size):
+        yield arrays[start : start + size]
 
 
 def _stacked(scalars: list[jax.Array]) -> jax.Array:

@@ -34,6 +34,18 @@ def test_all_finite_sees_each_kind_in_each_dtype(dtype, value):
     assert ols.max_magnitude(tree) == jnp.inf
 
 
+@pytest.mark.parametrize("where", [0, 15, 16, 59, 60, 69])
+def test_each_of_many_leaves_of_a_shape_is_seen(where):
+    tree = [jnp.full((2, 3), i, jnp.float32) for i in range(70)] + [jnp.ones(2)]
+    assert ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == 69
+    tree[where] = tree[where].at[1, 2].set(-100)
+    assert ols.max_magnitude(tree) == 100
+    tree[where] = tree[where].at[0, 1].set(jnp.nan)
+    assert not ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == jnp.inf
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_all_finite_sees_a_float8_nan(dtype):
     assert not ols.all_finite(jnp.asarray([1, jnp.nan]).astype(dtype))
