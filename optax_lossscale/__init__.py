@@ -1,6 +1,7 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
 from optax_lossscale import presets
+from optax_lossscale._adaptive import headroom_loss_scale, smooth_loss_scale
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._keras import ema_params, finalize_params, loss_scale_optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "finalize_params",
     "find_loss_scale_state",
     "get_loss_scale",
+    "headroom_loss_scale",
     "loss_scale_metrics",
     "loss_scale_optimizer",
     "loss_scaled",
@@ -50,6 +52,7 @@ __all__ = [
     "scaled_grad",
     "scaled_value_and_grad",
     "set_loss_scale",
+    "smooth_loss_scale",
     "static_loss_scale",
     "unscale",
 ]

@@ -1,8 +1,15 @@
 """What a setting may be; refused where it is made, in one wording."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+# A scale, or one for each step.
+ScaleBound: TypeAlias = float | optax.Schedule
 
 # Beyond 2**126 the reciprocal of a scale is a subnormal, which XLA flushes to
 # zero, and with it every gradient. Below 2**-126 the scale itself is subnormal.
@@ -59,6 +66,46 @@ def static_number(name: str, value: float, low: float, high: float = np.inf) -> 
             f"`{name}` must be finite, at least {low:g}{upper}, got {value}."
         )
     return float(number)
+
+
+def static_bounds(
+    min_scale: ScaleBound, max_scale: ScaleBound
+) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
+    """The floor and the cap at a step; where the two cross, the cap wins."""
+    low = _static_bound("min_scale", min_scale)
+    high = _static_bound("max_scale", max_scale)
+    if isinstance(low, float) and isinstance(high, float):
+        if low > high:
+            raise ValueError(
+                f"`min_scale` must be at most `max_scale`, got {low} and {high}. (Did "
+                "you swap them?)"
+            )
+        return lambda step_count: (low, high)
+
+    def value_at(
+        bound: ScaleBound, step_count: jax.Array, otherwise: float
+    ) -> jax.Array:
+        value = bound(step_count) if callable(bound) else bound
+        value = jnp.asarray(value, jnp.float32)
+        value = jnp.where(jnp.isnan(value), otherwise, value)
+        return jnp.clip(value, SMALLEST_SCALE, LARGEST_SCALE)
+
+    def bounds(step_count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cap = value_at(high, step_count, LARGEST_SCALE)
+        return jnp.minimum(value_at(low, step_count, SMALLEST_SCALE), cap), cap
+
+    return bounds
+
+
+def _static_bound(name: str, value: ScaleBound) -> ScaleBound:
+    if not callable(value):
+        return static_scale(name, value)
+    result = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
+    if getattr(result, "shape", None) != ():
+        raise ValueError(
+            f"`{name}` must be a schedule that gives one number a step, got {result}."
+        )
+    return value
 
 
 def static_count(name: str, value: int, minimum: int = 1) -> int:

@@ -8,33 +8,47 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._checks import static_count, static_factor, static_scale
+from optax_lossscale._checks import (
+    ScaleBound,
+    static_bounds,
+    static_count,
+    static_factor,
+    static_scale,
+)
 from optax_lossscale._state import LossScaleState, PyTree, Unscaled
 
 
 class LossScale(NamedTuple):
     """A loss-scaling rule: two pure functions and two static facts.
 
-    As `optax.GradientTransformation`, it holds functions and no arrays; its
-    settings are closed over.
+    As `optax.GradientTransformation`, it holds functions, and no arrays or settings.
 
     Attributes:
       init: `init() -> LossScaleState`, every field a strongly typed array of its own.
       adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, the same
         structure and dtypes. `grads_finite`, `bool[]`: whether the unscaled gradients
         were finite. `grads_max`, `f32[]`: their largest magnitude, infinity when
-        anything is nonfinite; given only where it is needed. It also keeps the counts:
-        let `static_loss_scale(1.0).adjust` do that, and replace what is yours.
-      skips: Whether a step with nonfinite gradients is to be skipped. False:
-        `loss_scaled` masks nothing.
+        anything is nonfinite; given only where it is needed. It keeps the counts too.
+      skips: Whether nonfinite steps are skipped. False: nothing is checked.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
 
     Example:
-      >>> import optax_lossscale as ols
-      >>> rule = ols.dynamic_loss_scale(2.0**10)
-      >>> state = rule.adjust(rule.init(), grads_finite=False)
-      >>> print(state.loss_scale, state.last_finite, state.total_notfinite)
-      512.0 False 1
+      PopART's rule: up, or down when the largest is within 3 bits of overflow.
+
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> def popart_loss_scale(init_scale=2.0**15, edge=65504 / 8):
+      ...     held = ols.static_loss_scale(init_scale)  # It keeps the counts.
+      ...
+      ...     def adjust(state, grads_finite, grads_max=None):
+      ...         s = state.loss_scale
+      ...         s = jnp.where(s * grads_max > edge, s / 2, s * 2)
+      ...         state = held.adjust(state, grads_finite)
+      ...         return state._replace(loss_scale=jnp.clip(s, 2.0**-24, 2.0**24))
+      ...
+      ...     return ols.LossScale(held.init, adjust, needs_grads_max=True)
+      >>> rule = popart_loss_scale()
+      >>> print(rule.adjust(rule.init(), True, grads_max=1e-3).loss_scale)
+      65536.0
     """
 
     init: Callable[[], LossScaleState]
@@ -47,10 +61,8 @@ class DynamicRuleState(NamedTuple):
     """What the classic rule carries beside the scale.
 
     Attributes:
-      growth_count: `i32[]`, steps. Finite steps since the last growth or nonfinite
-        step.
-      hysteresis_count: `i32[]`, steps. Nonfinite steps still to come before the
-        scale backs off: the one that brings it to 0 does.
+      growth_count: `i32[]`, finite steps since the last growth or nonfinite one.
+      hysteresis_count: `i32[]`, nonfinite steps; that which brings it to 0 backs off.
     """
 
     growth_count: jax.Array
@@ -63,8 +75,8 @@ def dynamic_loss_scale(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    min_scale: float = 2.0**-24,
-    max_scale: float = 2.0**24,
+    min_scale: ScaleBound = 2.0**-24,
+    max_scale: ScaleBound = 2.0**24,
     hysteresis: int = 1,
     hysteresis_refill: Literal["finite", "growth"] = "finite",
 ) -> LossScale:
@@ -87,20 +99,18 @@ def dynamic_loss_scale(
     growth comes exactly on the `growth_interval`-th finite step, as in PyTorch,
     Keras, MindSpore and jmp; Flax's `DynamicScale` is one step later.
 
-    A higher scale keeps small gradients from underflow, and the overflows that it
-    causes now and then cost a skipped step each. Powers of two make scaling exact.
-
     Args:
       init_scale: First scale, dimensionless. It may lie outside the bounds, which
-        hold from the first change on. A high one is found out in a few steps; a
-        low one grows slowly.
+        hold from the first change on. A power of two makes scaling exact.
       growth_factor: Above 1, dimensionless.
       backoff_factor: Strictly between 0 and 1, dimensionless.
       growth_interval: Finite steps from one change to the next growth, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. Below 1 is legitimate.
-        Divergence shows in `notfinite_count`, not here.
-      max_scale: Cap of the scale, at most `2**126`. With a mean loss the usable
-        scale is about `65504 * batch size`; a float16 scalar loss allows `2**15`.
+        Divergence shows in `notfinite_count`, not here. An `optax.Schedule` of
+        `step_count` holds at every step, not only at changes.
+      max_scale: Cap of the scale, at most `2**126`, or a schedule; it wins where the
+        two cross. With a mean loss the usable scale is about `65504 * batch size`; a
+        float16 scalar loss allows `2**15`.
       hysteresis: Nonfinite steps that it takes to back off, at least 1. With 2, one
         bad batch is forgiven.
       hysteresis_refill: `"finite"`: any finite step refills `h`, so `hysteresis`
@@ -134,17 +144,11 @@ def dynamic_loss_scale(
       so a count saved under a longer interval still grows.
     """
     init_scale = static_scale("init_scale", init_scale)
-    min_scale = static_scale("min_scale", min_scale)
-    max_scale = static_scale("max_scale", max_scale)
     growth_factor = static_factor("growth_factor", growth_factor, 1.0, np.inf)
     backoff_factor = static_factor("backoff_factor", backoff_factor, 0.0, 1.0)
     growth_interval = static_count("growth_interval", growth_interval)
     hysteresis = static_count("hysteresis", hysteresis)
-    if min_scale > max_scale:
-        raise ValueError(
-            f"`min_scale` must be at most `max_scale`, got {min_scale} and {max_scale}."
-            " (Did you swap them?)"
-        )
+    bounds = static_bounds(min_scale, max_scale)
     if hysteresis_refill not in ("finite", "growth"):
         raise ValueError(
             '`hysteresis_refill` must be "finite" or "growth", got '
@@ -175,8 +179,11 @@ def dynamic_loss_scale(
         back_off = ~finite & (h == 0)
 
         s = state.loss_scale
-        s = jnp.where(grow, jnp.minimum(s * growth_factor, max_scale), s)
-        s = jnp.where(back_off, jnp.maximum(s * backoff_factor, min_scale), s)
+        low, high = bounds(state.step_count)
+        s = jnp.where(grow, jnp.minimum(s * growth_factor, high), s)
+        s = jnp.where(back_off, jnp.maximum(s * backoff_factor, low), s)
+        if callable(min_scale) or callable(max_scale):
+            s = jnp.clip(s, low, high)
         rule_state = DynamicRuleState(growth_count=n, hysteresis_count=h)
         return count_step(state, finite, s, rule_state)
 

@@ -1,6 +1,6 @@
 """The main job: float16 fails, and with a loss scale trains as well as float32.
 
-    python -m optax_lossscale.demo [--seed N] [--steps N] [--json FILE] [--plot FILE]
+    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME]
 
 Trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
 ways. Nothing is scaled down to make float16 fail: the loss is a mean over batch and
@@ -37,16 +37,20 @@ BATCH_SIZE = 1024
 LEARNING_RATE = 2e-3
 REPORTS = 20  # Times that the progress bar moves, and that gradients are compared.
 
+RULES = {
+    "dynamic": ols.dynamic_loss_scale(growth_interval=200),
+    "smooth": ols.smooth_loss_scale(growth_bits=1 / 200),
+    "headroom": ols.headroom_loss_scale(),
+}
 VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "float32": (jnp.float32, ols.no_loss_scale()),
     "float16": (jnp.float16, ols.no_loss_scale()),
     "float16_static": (jnp.float16, ols.static_loss_scale(8.0)),
-    "float16_dynamic": (jnp.float16, ols.dynamic_loss_scale(growth_interval=200)),
+    "float16_dynamic": (jnp.float16, RULES["dynamic"]),
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
 
-# Okabe and Ito's colours, which colour-blind people tell apart; and line styles,
-# because three of the curves lie on each other.
+# Okabe and Ito's colours; and line styles, as three of the curves coincide.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linewidth": 3, "alpha": 0.4},
     {"color": "#D55E00", "linewidth": 1.5},
@@ -153,10 +157,12 @@ def count_flushed(
     return jnp.stack([optax.tree.sum(flushed), optax.tree.sum(nonzero)])
 
 
-def train(name: str, data: tuple[Data, Data], seed: int, steps: int) -> Run:
+def train(
+    name: str, rule: ols.LossScale, data: tuple[Data, Data], seed: int, steps: int
+) -> Run:
     """Trains one variant and measures it."""
     train_data, test_data = data
-    dtype, rule = VARIANTS[name]
+    dtype, _ = VARIANTS[name]
     params_key, batch_key = jax.random.split(jax.random.key(seed))
     params = MLP(dtype).init(params_key, train_data.images)
     tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
@@ -255,24 +261,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results here"
-    )
+    parser.add_argument("--rule", choices=RULES, default="dynamic", help="dynamic one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results go here")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
         default=Path("loss_scale_demo.png"),
-        help="write the picture here (default: %(default)s)",
+        help="the picture goes here (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
 
     data = load_data()
+    rules = {name: rule for name, (_, rule) in VARIANTS.items()}
+    rules["float16_dynamic"] = RULES[arguments.rule]
     runs = {
-        name: [train(name, data, seed, arguments.steps) for seed in arguments.seed]
-        for name in VARIANTS
+        name: [train(name, rule, data, s, arguments.steps) for s in arguments.seed]
+        for name, rule in rules.items()
     }
     print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:

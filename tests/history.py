@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def states_after(rule, history, state=None):
+def states_after(rule, history, state=None, grads_max=None):
     """The states after each step, stacked; from the rule's first, or from another."""
+    finite = jnp.asarray(history, bool)
+    largest = jnp.where(finite, 1.0, jnp.inf) if grads_max is None else grads_max
 
-    def step(state, finite):
-        state = rule.adjust(state, finite)
+    def step(state, of_step):
+        state = rule.adjust(state, *of_step)
         return state, state
 
     first = rule.init() if state is None else state
-    return jax.lax.scan(step, first, jnp.asarray(history, bool))[1]
+    return jax.lax.scan(step, first, (finite, jnp.asarray(largest, jnp.float32)))[1]

@@ -1,6 +1,8 @@
-"""The classic rule in plain Python, written from its definition, not from ours."""
+"""The rules in plain Python, written from their definitions, not from ours."""
 
+import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 
@@ -92,5 +94,69 @@ def run_fairseq(
                 last_rescale, overflows = i, 0
             if s <= min_loss_scale:
                 return [*trace, before]
+        trace.append(s)
+    return trace
+
+
+def run_smooth(
+    history: Iterable[bool],
+    init_scale: float,
+    min_scale: float,
+    max_scale: float,
+    *,
+    growth_bits: float,
+    backoff_bits: float,
+) -> list[float]:
+    """The exponent after each step."""
+    low, high = math.log2(min_scale), math.log2(max_scale)
+    e, trace = math.log2(init_scale), []
+    for finite in history:
+        e = min(max(e + growth_bits if finite else e - backoff_bits, low), high)
+        trace.append(e)
+    return trace
+
+
+def run_headroom(
+    maxima: Iterable[float],
+    init_scale: float,
+    min_scale: float,
+    max_scale: float,
+    *,
+    history: int,
+    recent: int,
+    margin_bits: float,
+) -> list[float]:
+    """The scale after each step, in exact fractions; nothing is rounded but margins."""
+    s, was_finite, trace = init_scale, True, []
+    magnitudes, peaks = [0], [0]
+    largest = Fraction(65504)
+    usable = Fraction(float(np.float32(65504 * 2.0**-margin_bits)))
+
+    def below(limit: Fraction) -> float:
+        """The largest power of two that is at most the limit."""
+        power = 2.0**200
+        while Fraction(power) > limit:
+            power /= 2
+        return power
+
+    for maximum in maxima:
+        finite = math.isfinite(maximum)
+        repeated = not finite and not was_finite
+        was_finite = finite
+        if finite:
+            calm = max(magnitudes[-min(recent, history) :])
+            is_peak = (
+                calm and Fraction(below(usable / calm)) * Fraction(maximum) > largest
+            )
+            magnitudes.append(Fraction(maximum))
+            peaks.append(Fraction(maximum) if is_peak else 0)
+        else:
+            magnitudes.append(0)
+            peaks.append(0 if repeated else 2 * largest / Fraction(s))
+        top = max(magnitudes[-min(recent, history) :] + peaks[-history:])
+        new = below(usable / top) if top else s
+        if repeated:
+            new = min(new, s / 2**8)
+        s = min(max(new, min_scale), max_scale)
         trace.append(s)
     return trace

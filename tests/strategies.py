@@ -18,18 +18,20 @@ histories = st.lists(
     max_size=HISTORY_LENGTH,
 )
 
+bounds = st.tuples(powers_of_two, powers_of_two).map(sorted)
+
 
 @st.composite
 def dynamic_settings(draw):
     """Settings of `dynamic_loss_scale`, legal, with `init_scale` inside or outside."""
-    bounds = sorted([draw(powers_of_two), draw(powers_of_two)])
+    low, high = draw(bounds)
     return {
         "init_scale": draw(powers_of_two),
         "growth_factor": draw(st.sampled_from([2.0, 4.0, 1.5, 1.1, 1e30])),
         "backoff_factor": draw(st.sampled_from([0.5, 0.25, 0.7, 0.9, 1e-30])),
         "growth_interval": draw(st.integers(1, 6)),
-        "min_scale": bounds[0],
-        "max_scale": bounds[1],
+        "min_scale": low,
+        "max_scale": high,
         "hysteresis": draw(st.integers(1, 4)),
         "hysteresis_refill": draw(st.sampled_from(["finite", "growth"])),
     }

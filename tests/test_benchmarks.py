@@ -46,3 +46,20 @@ def test_the_overhead_is_measured_for_every_way(tmp_path):
     tables = json.loads(path.read_text())
     assert len(tables["rows"]) == 5
     assert tables["eager"] > 0
+
+
+def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(tmp_path):
+    path, picture = tmp_path / "rules.json", tmp_path / "rules.png"
+    script = BENCHMARKS / "rules.py"
+    command = [sys.executable, script, "--json", path, "--plot", picture]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    results = json.loads(path.read_text())
+    torch = results["synthetic"]["presets.torch"]
+    headroom = results["synthetic"]["headroom_loss_scale"]
+    assert len(torch) == 5
+    for kind in torch:
+        for figure in ("skips", "unused bits"):
+            assert headroom[kind][figure] < torch[kind][figure], (kind, figure)
+    assert headroom["sudden rise of 9 bits"]["skips"] <= 3
+    assert len(results["recorded"]["headroom_loss_scale"]) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -71,6 +71,19 @@ def test_several_seeds_make_one_table(tmp_path):
     assert [len(of_seeds) for of_seeds in results.values()] == [2] * 5
 
 
+@pytest.mark.parametrize("rule", ["smooth", "headroom"])
+def test_another_rule_trains_as_well(rule, full_run, tmp_path):
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    done = run_demo("--rule", rule, *files)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    expected = json.loads(full_run[1].read_text())
+    accuracy = results["float16_dynamic"]["accuracy"]
+    assert accuracy == pytest.approx(expected["float16_dynamic"]["accuracy"], abs=0.01)
+    assert results["float16_dynamic"]["final_scale"] > 2**15
+    assert results["float16"] == expected["float16"]
+
+
 def test_no_step_at_all_is_refused():
     done = run_demo("--steps", 0)
     assert done.returncode == 2

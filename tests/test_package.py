@@ -10,6 +10,7 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
@@ -22,6 +23,7 @@ LAYERS = [
     "_tree",
     "_finite",
     "_rules",
+    "_adaptive",
     "presets._rules",
     "presets._torch",
     "presets._trainers",
@@ -52,6 +54,10 @@ SIGNATURES = {
     "growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill",
     "static_loss_scale": "scale, *, skip_nonfinite",
     "no_loss_scale": "",
+    "smooth_loss_scale": "init_scale, *, growth_bits, backoff_bits, min_scale, "
+    "max_scale",
+    "headroom_loss_scale": "init_scale, *, history, recent, margin_bits, min_scale, "
+    "max_scale, dtype",
     "scale": "tree, state",
     "unscale": "tree, state, *, mask",
     "all_finite": "tree, *, axis_name",
@@ -172,5 +178,15 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
     assert block.startswith("pip install ")
 
 
-def test_contributing_is_short():
-    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
+def test_contributing_is_short_and_its_rule_works():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) <= 60
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(block.splitlines()) <= 15
+    namespace = {"jnp": jnp, "ols": ols}
+    exec(compile(block, "CONTRIBUTING.md", "exec"), namespace)
+    rule = namespace["popart_loss_scale"]()
+    up = rule.adjust(rule.init(), True, 1e-3)
+    down = rule.adjust(up, False, jnp.inf)
+    assert (up.loss_scale, down.loss_scale) == (2.0**16, 2.0**15)
+    assert down.total_notfinite == 1
