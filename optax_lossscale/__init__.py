@@ -1,6 +1,6 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
-from optax_lossscale import presets
+from optax_lossscale import diagnostics, plotting, presets
 from optax_lossscale._adaptive import headroom_loss_scale, smooth_loss_scale
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
@@ -35,6 +35,7 @@ __all__ = [
     "LossScaledState",
     "adopt_inner_state",
     "all_finite",
+    "diagnostics",
     "dynamic_loss_scale",
     "ema_params",
     "finalize_params",
@@ -46,6 +47,7 @@ __all__ = [
     "loss_scaled",
     "max_magnitude",
     "no_loss_scale",
+    "plotting",
     "presets",
     "raise_if_stalled",
     "scale",

@@ -1,7 +1,6 @@
 """Rules that no peer has: smooth growth, and headroom above the gradients' maximum.
 
-Their scales are powers of two, which scale exactly. Exponents are read from the bits
-of a float32: XLA's `log2` and `exp2` are wrong at some exact powers of two.
+Their scales are powers of two, which scale exactly.
 """
 
 import math
@@ -10,13 +9,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from optax_lossscale._bits import (
+    Split,
+    exponent_of_quotient,
+    power_of_two,
+    split,
+    split_number,
+)
 from optax_lossscale._checks import (
     ScaleBound,
     static_bounds,
     static_count,
     static_factor,
+    static_float_dtype,
     static_number,
     static_scale,
 )
@@ -122,7 +128,7 @@ def smooth_loss_scale(
     ) -> LossScaleState:
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
-        low, high = map(_power_of_two, _inward(bounds(state.step_count)))
+        low, high = map(power_of_two, _inward(bounds(state.step_count)))
         e = state.rule_state.fraction + jnp.where(finite, growth_bits, -backoff_bits)
         whole = jnp.floor(e)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
@@ -211,8 +217,8 @@ def headroom_loss_scale(
     recent = min(static_count("recent", recent), history)
     margin_bits = static_number("margin_bits", margin_bits, 0.0, 126.0)
     bounds = static_bounds(min_scale, max_scale)
-    largest = _largest_of("dtype", dtype)
-    usable = largest * 2.0**-margin_bits
+    largest = float(jnp.finfo(static_float_dtype("dtype", dtype)).max)
+    largest = min(largest, _FLOAT32_MAX)
 
     def init() -> LossScaleState:
         rule_state = HeadroomRuleState(
@@ -234,35 +240,34 @@ def headroom_loss_scale(
         grads_max = jnp.asarray(grads_max, jnp.float32)
         overflow = ~jnp.isfinite(grads_max)
         finite = jnp.asarray(grads_finite, bool) & ~overflow
+        usable = split_number(largest * 2.0**-margin_bits)
         in_a_row = overflow & ~state.last_finite
         s = state.loss_scale
 
         recent, peaks = state.rule_state
-        calm = jnp.max(recent)
-        fits = _exponent_of_quotient(largest, grads_max)
-        is_peak = (calm > 0) & (fits < _exponent_of_quotient(usable, calm))
+        calm = split(jnp.max(recent))
+        fits = exponent_of_quotient(split_number(largest), split(grads_max))
+        is_peak = _is_known(calm) & (fits < exponent_of_quotient(usable, calm))
         peak = jnp.where(is_peak, grads_max, 0)
         proven = jnp.minimum(2 * (largest / s), _FLOAT32_MAX)
         peak = jnp.where(overflow, jnp.where(in_a_row, 0, proven), peak)
         recent = _append(recent, jnp.where(overflow, 0, grads_max))
         peaks = _append(peaks, peak)
 
-        held, _ = _exponents(s)
-        top = jnp.maximum(jnp.max(recent), jnp.max(peaks))
-        e = jnp.where(top > 0, _exponent_of_quotient(usable, top), held)
+        held = split(s).exponent
+        top = split(jnp.maximum(jnp.max(recent), jnp.max(peaks)))
+        e = jnp.where(_is_known(top), exponent_of_quotient(usable, top), held)
         e = jnp.where(in_a_row, jnp.minimum(e, held - _BITS_IN_A_ROW), e)
         low, high = _inward(bounds(state.step_count))
-        s = _power_of_two(jnp.minimum(jnp.maximum(e, low), high))
+        s = power_of_two(jnp.minimum(jnp.maximum(e, low), high))
         return count_step(state, finite, s, HeadroomRuleState(recent, peaks))
 
     return LossScale(init, adjust, needs_grads_max=True)
 
 
-def _largest_of(name: str, dtype: jax.typing.DTypeLike) -> float:
-    """The largest finite value of a floating dtype, as far as float32 holds it."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
-    return min(float(jnp.finfo(dtype).max), _FLOAT32_MAX)
+def _is_known(magnitude: Split) -> jax.Array:
+    """False for zero, and for what some platforms take for it, subnormal numbers."""
+    return magnitude.exponent >= -126
 
 
 def _append(history: jax.Array, entry: jax.Array) -> jax.Array:
@@ -270,30 +275,9 @@ def _append(history: jax.Array, entry: jax.Array) -> jax.Array:
     return jnp.concatenate([history[1:], entry[None]])
 
 
-def _exponents(x: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """`floor(log2(x))` and `ceil(log2(x))` of positive normal float32, exactly."""
-    bits = lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
-    floor = (bits >> 23) - 127
-    return floor, floor + jnp.where(bits & 0x7FFFFF, 1, 0)
-
-
-def _exponent_of_quotient(dividend: float, divisor: jax.Array) -> jax.Array:
-    """`floor(log2(dividend / divisor))`, exactly: no quotient is rounded."""
-    a, b = (
-        lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
-        for x in (dividend, divisor)
-    )
-    return (a >> 23) - (b >> 23) - jnp.where((a & 0x7FFFFF) < (b & 0x7FFFFF), 1, 0)
-
-
 def _inward(
     bounds: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
 ) -> tuple[jax.Array, jax.Array]:
     """Exponents of the powers of two within the bounds; the cap wins."""
-    low, high = bounds
-    return _exponents(low)[1], _exponents(high)[0]
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2**exponent`, from `2**-126` to `2**127`."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    low, high = (split(jnp.asarray(bound, jnp.float32)) for bound in bounds)
+    return low.exponent + jnp.where(low.mantissa > 1, 1, 0), high.exponent

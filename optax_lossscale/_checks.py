@@ -68,6 +68,13 @@ def static_number(name: str, value: float, low: float, high: float = np.inf) -> 
     return float(number)
 
 
+def static_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """A floating dtype as a setting."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
+    return dtype
+
+
 def static_bounds(
     min_scale: ScaleBound, max_scale: ScaleBound
 ) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:

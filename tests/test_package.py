@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "optax_lossscale"
 LAYERS = [
     "_checks",
+    "_bits",
     "_state",
     "_tree",
     "_finite",
@@ -37,6 +38,8 @@ LAYERS = [
     "_transform",
     "_keras_parts",
     "_keras",
+    "diagnostics",
+    "plotting",
     "__init__",
     "demo",
 ]
@@ -45,7 +48,7 @@ FILES = {
     for path in PACKAGE.rglob("*.py")
 }
 FILES["presets"] = FILES.pop("presets.__init__")
-MODULES = {"presets"}
+MODULES = {"diagnostics", "plotting", "presets"}
 README = (ROOT / "README.md").read_text()
 PUBLIC = {name: getattr(ols, name) for name in ols.__all__}
 

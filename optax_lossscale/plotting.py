@@ -1,0 +1,237 @@
+"""The same, drawn: the loss scale over a run, exponents, what is flushed to zero.
+
+Needs matplotlib, `pip install 'optax-lossscale[plot]'`, when a function is called. Each
+takes the axes to draw into, or makes new ones, and returns them.
+
+    >>> import jax.numpy as jnp, optax_lossscale as ols
+    >>> ols.plotting.plot_underflow_by_leaf(jnp.ones(3)).get_xlabel()
+    'entries flushed to zero in float16, in %'
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._checks import static_float_dtype
+from optax_lossscale._state import PyTree
+from optax_lossscale._tree import is_floating
+from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind people tell apart.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+
+
+def plot_loss_scale(
+    history: Mapping[str, jax.typing.ArrayLike], *, ax: "Axes | None" = None
+) -> "Axes":
+    """Draws the loss scale over steps, on an axis of powers of two; skips are marked.
+
+    Args:
+      history: What `loss_scale_metrics` returned, stacked over steps by `lax.scan` or
+        `jax.tree.map(lambda *x: jnp.stack(x), *list_of_metrics)`: at least
+        `loss_scale` and `last_finite`, of shape `[steps]`.
+      ax: Axes to draw into; None makes a new figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If `history` lacks a key or is not stacked.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(growth_interval=2)
+      >>> def step(state, finite):
+      ...     state = rule.adjust(state, finite)
+      ...     return state, ols.loss_scale_metrics(state)
+      >>> finite = jnp.array([True, True, False])
+      >>> _, history = jax.lax.scan(step, rule.init(), finite)
+      >>> ols.plotting.plot_loss_scale(history).get_ylabel()
+      'loss scale'
+    """
+    missing = {"loss_scale", "last_finite"} - set(history)
+    if missing:
+        raise ValueError(
+            f"`history` must hold `loss_scale` and `last_finite`, got {list(history)}. "
+            "(Stack the dicts of `loss_scale_metrics`.)"
+        )
+    scales = np.asarray(history["loss_scale"])
+    finite = np.asarray(history["last_finite"])
+    if scales.ndim != 1 or finite.shape != scales.shape:
+        raise ValueError(
+            f"`history` must be stacked over steps, got shapes {scales.shape} and "
+            f"{finite.shape}. (Of one device or member: `history[...][0]`.)"
+        )
+    ax = _axes(ax)
+    steps = np.arange(1, len(scales) + 1)
+    ax.step(steps, scales, where="post", color=BLUE, label="loss scale")
+    skipped = int(np.sum(~finite))
+    if skipped:
+        label = f"skipped: {skipped} of {len(scales)} steps"
+        ax.plot(steps[~finite], scales[~finite], "x", color=RED, label=label)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel="loss scale")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return ax
+
+
+def plot_exponent_histogram(
+    histograms: Mapping[str, ExponentHistogram],
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draws which exponents entries have, and which of them a dtype can hold.
+
+    The normal range is shaded, the subnormal one, where bits are lost, paler; what
+    lies to the left of both becomes zero, to the right infinity.
+
+    Args:
+      histograms: From a label, such as `"scaled by 2**15"`, to what
+        `exponent_histogram` returned.
+      dtype: The floating dtype whose range is shaded.
+      ax: Axes to draw into; None makes a new figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      TypeError: If `histograms` is no mapping, or `dtype` no floating dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> histogram = ols.diagnostics.exponent_histogram(jnp.array([1e-9, 1e-3]))
+      >>> ols.plotting.plot_exponent_histogram({"gradients": histogram}).get_xlabel()
+      'exponent: floor(log2(abs(entry)))'
+
+    References:
+      MindSpore's guide to mixed precision, and Micikevicius et al., ICLR 2018,
+      figure 3 (https://arxiv.org/abs/1710.03740), show the same.
+    """
+    if not isinstance(histograms, Mapping):
+        raise TypeError(
+            "`histograms` must map labels to histograms, got a "
+            f"{type(histograms).__name__}. (Did you mean `{{'gradients': histogram}}`?)"
+        )
+    lowest, normal, highest = _range_of(dtype)
+    ax = _axes(ax)
+    name = jnp.dtype(dtype).name
+    ax.axvspan(
+        normal - 0.5, highest + 0.5, color="#BBBBBB", lw=0, label=f"{name} range"
+    )
+    label = f"{name} subnormal: bits lost"
+    ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
+    lines = ((BLUE, "-"), (RED, "--"), (GREEN, "-."), (ORANGE, ":"))
+    for index, (label, histogram) in enumerate(histograms.items()):
+        color, style = lines[index % len(lines)]
+        exponents = np.asarray(histogram.exponents)
+        counts = np.asarray(histogram.counts)
+        total = max(int(counts.sum()), 1)
+        zeros = int(histogram.zero_count)
+        if zeros:
+            label = f"{label} ({zeros / (zeros + total):.0%} are zero)"
+        ax.stairs(
+            counts / total,
+            np.append(exponents, exponents[-1] + 1) - 0.5,
+            color=color,
+            linestyle=style,
+            linewidth=2,
+            label=label,
+        )
+    ax.set(
+        xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
+    )
+    ax.legend(loc="upper left", fontsize="small")
+    return ax
+
+
+def plot_underflow_by_leaf(
+    tree: PyTree,
+    *,
+    scale: jax.typing.ArrayLike = 1.0,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draws for every floating leaf which share is flushed to zero in a dtype.
+
+    Args:
+      tree: Gradients in float32, unscaled.
+      scale: What entries are multiplied by, positive; with several in one array,
+        `f32[n]`, there is a bar for each.
+      dtype: The floating dtype.
+      ax: Axes to draw into; None makes a new figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If the tree has no floating leaf.
+      TypeError: If `dtype` is not a floating dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> grads = {"w": jnp.array([1e-9, 1e-3]), "b": jnp.ones(2)}
+      >>> ax = ols.plotting.plot_underflow_by_leaf(grads)
+      >>> [round(bar.get_width()) for bar in ax.patches]
+      [0, 50]
+    """
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if is_floating(leaf)
+    ]
+    if not leaves:
+        raise ValueError("`tree` must have a floating leaf, got none.")
+    ax = _axes(ax)
+    factors = np.atleast_1d(np.asarray(scale, np.float32))
+    rows = np.arange(len(leaves))
+    height = 0.8 / len(factors)
+    colors = (BLUE, ORANGE, GREEN, RED)
+    for index, factor in enumerate(factors):
+        shares = [
+            100 * float(underflow_fraction(leaf, scale=factor, dtype=dtype))
+            for _, leaf in leaves
+        ]
+        ax.barh(
+            rows + (index - (len(factors) - 1) / 2) * height,
+            shares,
+            height,
+            color=colors[index % len(colors)],
+            label=f"scale 2**{np.log2(factor):g}",
+        )
+    ax.set_yticks(rows, [path or "the array" for path, _ in leaves])
+    ax.invert_yaxis()
+    name = jnp.dtype(dtype).name
+    ax.set(xlabel=f"entries flushed to zero in {name}, in %", xlim=(0, 100))
+    ax.legend(loc="lower right")
+    return ax
+
+
+def _axes(ax: "Axes | None") -> "Axes":
+    if ax is not None:
+        return ax
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "plotting needs matplotlib: pip install 'optax-lossscale[plot]'"
+        ) from error
+    return plt.subplots(figsize=(7, 4), layout="constrained")[1]
+
+
+def _range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
+    """The exponents of the smallest, the smallest normal and the largest number."""
+    info: Any = jnp.finfo(static_float_dtype("dtype", dtype))
+    numbers = (info.smallest_subnormal, info.tiny, info.max)
+    lowest, normal, highest = (int(np.frexp(float(x))[1]) - 1 for x in numbers)
+    return lowest, normal, highest
