@@ -21,7 +21,6 @@ from optax_lossscale._checks import (
     ScaleBound,
     static_bounds,
     static_count,
-    static_factor,
     static_float_dtype,
     static_number,
     static_scale,
@@ -73,16 +72,18 @@ def smooth_loss_scale(
         e = e - backoff_bits      if not
         s = 2**floor(e)
 
-    within the bounds. Once settled, growth and backoff balance, so that
-    `growth_bits / backoff_bits` of the steps are skipped, whatever the gradients
-    do, where the classic rule loses up to one in `growth_interval` and takes as long
-    to regain each bit.
+    within the bounds. While the gradients stay as they are, growth and backoff balance,
+    so that about `growth_bits / backoff_bits` of the steps are skipped; fewer while
+    they shrink, more while they grow. The classic rule needs `growth_interval` steps to
+    regain each bit, this one `backoff_bits / growth_bits`, without a count that one bad
+    batch sets back.
 
     Args:
       init_scale: First scale, dimensionless; `e` starts at its logarithm. It may lie
         outside the bounds, which hold from the first step on.
-      growth_bits: Above 0, bits a finite step. With `1e-3` the scale doubles in 1000.
-      backoff_bits: Above 0, bits a nonfinite step.
+      growth_bits: Bits a finite step, from `2**-20` to 126. With `1e-3` the scale
+        doubles in 1000.
+      backoff_bits: Bits a nonfinite step, in the same range.
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
@@ -90,7 +91,8 @@ def smooth_loss_scale(
 
     Returns:
       A `LossScale`; its `rule_state` is a NamedTuple `(fraction,)` of `f32[]`: `e` is
-      `log2(s) + fraction`. So after `set_loss_scale` it goes on from the new scale.
+      `log2(s) + fraction`. So after `set_loss_scale` it goes on from the new scale,
+      also from one that is no power of two.
 
     Raises:
       ValueError: If a setting is outside its range, or the bounds are inverted.
@@ -113,8 +115,9 @@ def smooth_loss_scale(
       power of two, without bounds; the cap is that of Dhariwal et al., Jukebox, 2020.
     """
     mantissa, exponent = math.frexp(static_scale("init_scale", init_scale))
-    growth_bits = static_factor("growth_bits", growth_bits, 0.0, 127.0)
-    backoff_bits = static_factor("backoff_bits", backoff_bits, 0.0, 127.0)
+    # Less is lost when it is added to a fraction in float32.
+    growth_bits = static_number("growth_bits", growth_bits, 2.0**-20, 126.0)
+    backoff_bits = static_number("backoff_bits", backoff_bits, 2.0**-20, 126.0)
     bounds = static_bounds(min_scale, max_scale)
 
     def init() -> LossScaleState:
@@ -156,18 +159,22 @@ def headroom_loss_scale(
 
         s = 2**floor(log2(finfo(dtype).max / max(recent + peaks)) - margin_bits)
 
-    within the bounds, so it reaches the right scale in one step, up or down. A peak
-    is a magnitude that overflows, or would have with the scale that the recent ones
-    before it alone allow. One that overflows is not known; what it proves is that
-    with `s` it did not fit, and it enters as `2 * finfo(dtype).max / s`.
+    within the bounds, so the scale is right after the first step, and rises `recent`
+    steps after the gradients fell. A peak is a magnitude that overflows, or would have
+    with the scale that the recent ones before it alone allow. One that overflows is not
+    known; what it proves is that with `s` it did not fit, and it enters as `2 *
+    finfo(dtype).max / s`.
 
     Where nonfinite steps come in a row, only the first enters, and each further one
-    does `s = s / 2**8`, which the first finite step takes back. So a large rise of the
-    gradients costs few skips, and a row of bad batches, whose NaN no scale would have
-    prevented, one each, and no more bits than one of them.
+    does `s = s / 2**8`, which the first finite step takes back, though it runs with
+    that scale itself. So a large rise of the gradients costs few skips, and a row of
+    bad batches, whose NaN no scale would have prevented, one each, and afterwards no
+    more bits than one of them.
 
-    Gradients that are all zero enter 0; while there is nothing else, the scale stays.
-    A step that is skipped though `grads_max` is finite enters that.
+    Gradients that are all zero enter 0. While nothing else is remembered the scale
+    stays, and from step `recent` on doubles: they may be zero because it is too low. A
+    step that is skipped though `grads_max` is finite enters that, and is no overflow
+    (`update(..., grads_finite=False)` gives infinity, and is one).
 
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may
@@ -176,10 +183,10 @@ def headroom_loss_scale(
         them overflow, and the later the scale rises again after one.
       recent: Steps that any magnitude is remembered, at least 1; at most `history`
         are used. The longer, the later the scale follows as gradients shrink.
-      margin_bits: Bits left free above the largest magnitude remembered, from 0 to
-        126. Those of activations, inside the backward pass, may be larger than those
-        of parameters, which are all that is seen: where steps are skipped
-        again and again, raise it.
+      margin_bits: Bits left free above the largest magnitude remembered, from 0 to 126.
+        What is seen is the gradients of parameters that `update` is given. Those of
+        activations may be larger, and so may be those of each device before they are
+        averaged: where steps are skipped again and again, raise it.
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
@@ -214,7 +221,7 @@ def headroom_loss_scale(
     """
     first_scale = 2.0 ** (math.frexp(static_scale("init_scale", init_scale))[1] - 1)
     history = static_count("history", history)
-    recent = min(static_count("recent", recent), history)
+    recent_steps = min(static_count("recent", recent), history)
     margin_bits = static_number("margin_bits", margin_bits, 0.0, 126.0)
     bounds = static_bounds(min_scale, max_scale)
     largest = float(jnp.finfo(static_float_dtype("dtype", dtype)).max)
@@ -222,7 +229,7 @@ def headroom_loss_scale(
 
     def init() -> LossScaleState:
         rule_state = HeadroomRuleState(
-            recent=jnp.zeros(recent, jnp.float32),
+            recent=jnp.zeros(recent_steps, jnp.float32),
             peaks=jnp.zeros(history, jnp.float32),
         )
         return first_state(first_scale, rule_state)
@@ -256,7 +263,8 @@ def headroom_loss_scale(
 
         held = split(s).exponent
         top = split(jnp.maximum(jnp.max(recent), jnp.max(peaks)))
-        e = jnp.where(_is_known(top), exponent_of_quotient(usable, top), held)
+        unknown = held + jnp.where(state.step_count >= recent_steps, 1, 0)
+        e = jnp.where(_is_known(top), exponent_of_quotient(usable, top), unknown)
         e = jnp.where(in_a_row, jnp.minimum(e, held - _BITS_IN_A_ROW), e)
         low, high = _inward(bounds(state.step_count))
         s = power_of_two(jnp.minimum(jnp.maximum(e, low), high))

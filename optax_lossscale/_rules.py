@@ -106,8 +106,8 @@ def dynamic_loss_scale(
       backoff_factor: Strictly between 0 and 1, dimensionless.
       growth_interval: Finite steps from one change to the next growth, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. Below 1 is legitimate.
-        Divergence shows in `notfinite_count`, not here. An `optax.Schedule` of
-        `step_count` holds at every step, not only at changes.
+        Divergence shows in `notfinite_count`, not here. An `optax.Schedule`, of the
+        steps before, is applied at every step, not only at changes.
       max_scale: Cap of the scale, at most `2**126`, or a schedule; it wins where the
         two cross. With a mean loss the usable scale is about `65504 * batch size`; a
         float16 scalar loss allows `2**15`.

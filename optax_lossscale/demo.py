@@ -24,7 +24,7 @@ from optax_lossscale._state import PyTree
 
 try:
     import flax.linen as nn
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 except ImportError as error:
@@ -49,15 +49,6 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "float16_dynamic": (jnp.float16, RULES["dynamic"]),
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
-
-# Okabe and Ito's colours; and line styles, as three of the curves coincide.
-STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
-    {"color": "#D55E00", "linewidth": 1.5},
-    {"color": "#E69F00", "linewidth": 1.5},
-    {"color": "#0072B2", "linewidth": 1.2, "linestyle": "--"},
-    {"color": "#009E73", "linewidth": 1.2, "linestyle": ":"},
-)
 
 
 class Data(NamedTuple):
@@ -220,27 +211,16 @@ def format_table(runs: dict[str, list[Run]]) -> str:
 
 def plot(runs: dict[str, Run], file: Path) -> None:
     """Draws loss curves, and beneath them the loss scales, into a PNG."""
-    figure, (loss_ax, scale_ax) = plt.subplots(
-        2, 1, sharex=True, figsize=(7, 6), layout="constrained"
+    losses = {name: run.losses for name, run in runs.items()}
+    scaled = ("float16_static", "float16_dynamic")
+    scales = {name: runs[name].loss_scales for name in scaled}
+    loss_ax, scale_ax = ols.plotting.plot_training(losses, scales)
+    loss_ax.set_title(
+        "float16 stalls; with a dynamic loss scale it trains like float32"
     )
-    for (name, run), style in zip(runs.items(), STYLES, strict=True):
-        loss_ax.semilogy(run.losses, label=name, **style)
-        if name in ("float16_static", "float16_dynamic"):
-            scale_ax.semilogy(run.loss_scales, label=name, base=2, **style)
-    loss_ax.set(
-        title="float16 stalls; with a dynamic loss scale it trains like float32",
-        ylabel="training loss",
-    )
-    scale_ax.set(
-        title="The dynamic scale grows as long as nothing overflows",
-        xlabel="step",
-        ylabel="loss scale",
-    )
-    for ax in (loss_ax, scale_ax):
-        ax.legend()
-        ax.grid(alpha=0.3)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    scale_ax.set_title("The dynamic scale grows as long as nothing overflows")
+    matplotlib.pyplot.savefig(file, dpi=110)
+    matplotlib.pyplot.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

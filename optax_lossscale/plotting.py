@@ -8,7 +8,7 @@ takes the axes to draw into, or makes new ones, and returns them.
     'entries flushed to zero in float16, in %'
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,8 +23,16 @@ from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's colours, which colour-blind people tell apart; and line styles, as
+# curves may lie on each other.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
+    {"color": RED, "linewidth": 1.5},
+    {"color": ORANGE, "linewidth": 1.5},
+    {"color": BLUE, "linewidth": 1.5, "linestyle": "--"},
+    {"color": GREEN, "linewidth": 1.5, "linestyle": ":"},
+)
 
 
 def plot_loss_scale(
@@ -83,6 +91,45 @@ def plot_loss_scale(
     return ax
 
 
+def plot_training(
+    losses: Mapping[str, jax.typing.ArrayLike],
+    loss_scales: Mapping[str, jax.typing.ArrayLike],
+    *,
+    ax: "Sequence[Axes] | None" = None,
+) -> "Sequence[Axes]":
+    """Draws the training losses of several runs, and beneath them their loss scales.
+
+    Args:
+      losses: From a label to `f32[steps]`, positive; up to five.
+      loss_scales: The same of loss scales, dimensionless, for some or all labels.
+      ax: Two axes to draw into; None makes a new figure.
+
+    Returns:
+      The two axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> run = {"float16": jnp.array([2.0, 1.0])}
+      >>> [ax.get_ylabel() for ax in ols.plotting.plot_training(run, run)]
+      ['training loss', 'loss scale']
+    """
+    loss_ax, scale_ax = _axes(ax, rows=2)
+    for style, (label, loss) in zip(STYLES, losses.items(), strict=False):
+        loss_ax.semilogy(np.asarray(loss), label=label, **style)
+        if label in loss_scales:
+            scale_ax.plot(np.asarray(loss_scales[label]), label=label, **style)
+    scale_ax.set_yscale("log", base=2)
+    loss_ax.set(ylabel="training loss")
+    scale_ax.set(xlabel="step", ylabel="loss scale")
+    for each in (loss_ax, scale_ax):
+        each.grid(alpha=0.3)
+        each.legend()
+    return loss_ax, scale_ax
+
+
 def plot_exponent_histogram(
     histograms: Mapping[str, ExponentHistogram],
     *,
@@ -130,7 +177,7 @@ def plot_exponent_histogram(
     )
     label = f"{name} subnormal: bits lost"
     ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
-    lines = ((BLUE, "-"), (RED, "--"), (GREEN, "-."), (ORANGE, ":"))
+    lines = ((RED, "-"), (BLUE, "--"), (GREEN, "-."), (ORANGE, ":"))
     for index, (label, histogram) in enumerate(histograms.items()):
         color, style = lines[index % len(lines)]
         exponents = np.asarray(histogram.exponents)
@@ -150,7 +197,7 @@ def plot_exponent_histogram(
     ax.set(
         xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
     )
-    ax.legend(loc="upper left", fontsize="small")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return ax
 
 
@@ -217,7 +264,8 @@ def plot_underflow_by_leaf(
     return ax
 
 
-def _axes(ax: "Axes | None") -> "Axes":
+def _axes(ax: Any, rows: int = 1) -> Any:
+    """The given axes, or new ones."""
     if ax is not None:
         return ax
     try:
@@ -226,7 +274,10 @@ def _axes(ax: "Axes | None") -> "Axes":
         raise ImportError(
             "plotting needs matplotlib: pip install 'optax-lossscale[plot]'"
         ) from error
-    return plt.subplots(figsize=(7, 4), layout="constrained")[1]
+    height = 4 if rows == 1 else 3 * rows
+    return plt.subplots(
+        rows, figsize=(7, height), layout="constrained", sharex=rows > 1
+    )[1]
 
 
 def _range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:

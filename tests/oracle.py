@@ -139,7 +139,7 @@ def run_headroom(
             power /= 2
         return power
 
-    for maximum in maxima:
+    for steps, maximum in enumerate(maxima):
         finite = math.isfinite(maximum)
         repeated = not finite and not was_finite
         was_finite = finite
@@ -154,7 +154,8 @@ def run_headroom(
             magnitudes.append(0)
             peaks.append(0 if repeated else 2 * largest / Fraction(s))
         top = max(magnitudes[-min(recent, history) :] + peaks[-history:])
-        new = below(usable / top) if top else s
+        unknown = s * 2 if steps >= min(recent, history) else s
+        new = below(usable / top) if top else unknown
         if repeated:
             new = min(new, s / 2**8)
         s = min(max(new, min_scale), max_scale)

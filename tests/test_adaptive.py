@@ -127,11 +127,31 @@ def test_it_reaches_the_right_scale_in_one_step_up_or_down():
     assert scales(rule, [2.0**-6, 2.0**3, 2.0**-6]) == [2.0**19, 2.0**10, 2.0**19]
 
 
-def test_gradients_that_are_all_zero_move_nothing():
-    rule = ols.headroom_loss_scale(2.0**10, history=2, margin_bits=2.0)
+def test_gradients_that_are_all_zero_move_nothing_at_first():
+    rule = ols.headroom_loss_scale(2.0**10, recent=3, margin_bits=2.0)
     assert scales(rule, [0.0, 0.0, 1.0, 0.0, 0.0]) == [2.0**10] * 2 + [2.0**13] * 3
     # A subnormal float32, which some platforms flush, counts as zero on all.
     assert scales(rule, [1e-40]) == [2.0**10]
+
+
+def test_a_scale_so_low_that_all_gradients_are_flushed_rises_again():
+    rule = ols.headroom_loss_scale(2.0**-20, recent=4)
+
+    def step(state, _):  # Gradients of 2**-10, in float16.
+        grads = jnp.float16(state.loss_scale * 2.0**-10).astype(jnp.float32)
+        state = rule.adjust(state, True, grads / state.loss_scale)
+        return state, state.loss_scale
+
+    _, trace = jax.lax.scan(step, rule.init(), length=20)
+    assert trace[3] == 2.0**-20
+    assert trace[-1] == 2.0**24  # The cap; 65504 * 2**10 would allow more.
+
+
+def test_after_a_row_of_bad_batches_as_long_as_the_history_it_rises_again():
+    rule = ols.headroom_loss_scale(history=4, recent=4)
+    trace = scales(rule, [1.0] * 4 + [INF] * 9 + [0.0] * 60)
+    assert trace[12] == 2.0**-24
+    assert trace[-1] == 2.0**24
 
 
 def test_a_peak_is_remembered_for_as_long_as_the_history():
@@ -221,7 +241,7 @@ def test_headroom_refuses_a_bad_setting(settings, error, message):
 @pytest.mark.parametrize("name", ["growth_bits", "backoff_bits"])
 @pytest.mark.parametrize("value", [0.0, -1.0, 1000.0, math.nan])
 def test_smooth_refuses_a_bad_setting(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be strictly between 0 and"):
+    with pytest.raises(ValueError, match=f"`{name}` must be finite, at least 9.5"):
         ols.smooth_loss_scale(**{name: value})
 
 

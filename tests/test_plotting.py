@@ -61,6 +61,15 @@ def test_a_history_that_is_none_is_refused(history, message):
         plotting.plot_loss_scale(history)
 
 
+def test_losses_and_scales_of_runs_are_drawn_above_each_other():
+    losses = {"float32": [2.0, 1.0], "float16": [2.0, 2.0]}
+    above, beneath = plotting.plot_training(losses, {"float16": [8.0, 16.0]})
+    assert [line.get_label() for line in above.lines] == ["float32", "float16"]
+    (line,) = beneath.lines
+    assert (line.get_label(), list(line.get_ydata())) == ("float16", [8.0, 16.0])
+    assert line.get_color() == above.lines[1].get_color()
+
+
 def test_histograms_are_drawn_over_the_range_of_the_dtype():
     histograms = {
         "before": diagnostics.exponent_histogram(
