@@ -75,7 +75,7 @@ def smooth_loss_scale(
     within the bounds. While the gradients stay as they are, growth and backoff balance,
     so that about `growth_bits / backoff_bits` of the steps are skipped; fewer while
     they shrink, more while they grow. The classic rule needs `growth_interval` steps to
-    regain each bit, this one `backoff_bits / growth_bits`, without a count that one bad
+    regain each bit, this one `1 / growth_bits`, without a count that one bad
     batch sets back.
 
     Args:

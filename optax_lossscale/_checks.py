@@ -75,6 +75,18 @@ def static_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTy
     return dtype
 
 
+def positive_factor(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
+    """One factor; refused if it is concrete and no positive number."""
+    if jnp.shape(scale) != ():
+        raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(scale)}.")
+    factor = jnp.asarray(scale, jnp.float32)
+    if not isinstance(factor, jax.core.Tracer) and not 0 < float(factor) < np.inf:
+        raise ValueError(
+            f"`{name}` must be positive and finite in float32, got {scale}."
+        )
+    return factor
+
+
 def static_bounds(
     min_scale: ScaleBound, max_scale: ScaleBound
 ) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:

@@ -25,7 +25,11 @@ from optax_lossscale._bits import (
     split,
     split_number,
 )
-from optax_lossscale._checks import static_float_dtype, static_number
+from optax_lossscale._checks import (
+    positive_factor,
+    static_float_dtype,
+    static_number,
+)
 from optax_lossscale._state import PyTree
 from optax_lossscale._tree import is_floating, widen
 
@@ -49,8 +53,7 @@ class ExponentHistogram(NamedTuple):
 def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
     """Counts NaN and infinities in every floating leaf.
 
-    Called outside the step, on the gradients of a batch that was skipped, it says which
-    parameters were hit; on a model's intermediate values, which layer.
+    Of the gradients of a batch that was skipped, or of a model's intermediate values.
 
     Args:
       tree: Any pytree.
@@ -72,7 +75,9 @@ def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
         if is_floating(leaf):
             is_nan = jnp.isnan(widen(leaf))
             is_inf = jnp.isinf(widen(leaf)) & ~is_nan
-            report[jax.tree_util.keystr(path, simple=True, separator="/")] = {
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # `a/b` may be one key as well as two.
+            report[jax.tree_util.keystr(path) if name in report else name] = {
                 "nan": jnp.sum(is_nan, dtype=jnp.int32),
                 "inf": jnp.sum(is_inf, dtype=jnp.int32),
                 "size": int(jnp.size(leaf)),
@@ -100,17 +105,14 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         for of_leaf in tree.values()
     )
     report = jax.device_get(tree if is_report and tree else nonfinite_report(tree))
-    bad = {p: r for p, r in report.items() if r["nan"] + r["inf"]}
-    worst_first = sorted(
-        bad.items(),
-        key=lambda item: -(item[1]["nan"] + item[1]["inf"]) / item[1]["size"],
-    )
+    if any(jnp.ndim(of_leaf["nan"]) for of_leaf in report.values()):
+        raise ValueError("`tree` must be the report of one member, got one by `vmap`.")
+    shares = {p: (r["nan"] + r["inf"]) / max(r["size"], 1) for p, r in report.items()}
+    bad = sorted((p for p in report if shares[p]), key=lambda p: -shares[p])
     lines = [f"{len(bad)} of {len(report)} floating leaves hold nonfinite entries"]
-    for path, counts in worst_first:
-        name = path or "the array"
-        lines.append(
-            f"{name}: {counts['nan']} nan, {counts['inf']} inf of {counts['size']}"
-        )
+    for path in bad:
+        nan, inf, size = (report[path][kind] for kind in ("nan", "inf", "size"))
+        lines.append(f"{path or 'the array'}: {nan} nan, {inf} inf of {size}")
     print("\n".join(lines), file=sys.stdout if file is None else file)
 
 
@@ -118,8 +120,6 @@ def exponent_histogram(
     tree: PyTree, *, min_exponent: int = -40, max_exponent: int = 20
 ) -> ExponentHistogram:
     """How many entries have `floor(log2(abs(x))) == e`, for each `e`.
-
-    Float16 holds exponents from -24 (from -14 with full precision) to 15.
 
     Args:
       tree: Any pytree.
@@ -145,12 +145,14 @@ def exponent_histogram(
             f"{max_exponent}. (Did you swap them?)"
         )
     n = max_exponent - min_exponent + 1
-    counts = jnp.zeros(n + 2, jnp.int32)  # The last two: zero, nonfinite.
+    bins = jnp.arange(n + 2, dtype=jnp.int32)  # The last two: zero, nonfinite.
+    counts = jnp.zeros_like(bins)
     for entry in _splits(tree):
         bin_of = jnp.clip(entry.exponent, min_exponent, max_exponent) - min_exponent
         bin_of = jnp.where(entry.is_zero, n, bin_of)
         bin_of = jnp.where(entry.is_finite, bin_of, n + 1)
-        counts = counts.at[bin_of.ravel()].add(1)
+        # A read for each bin: a scatter would gather what is sharded.
+        counts += lax.map(lambda b, x=bin_of: jnp.sum(x == b, dtype=jnp.int32), bins)
     exponents = jnp.arange(min_exponent, max_exponent + 1, dtype=jnp.int32)
     return ExponentHistogram(exponents, counts[:n], counts[n], counts[n + 1])
 
@@ -175,6 +177,7 @@ def underflow_fraction(
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
+      ValueError: If `scale` is no positive number.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -190,8 +193,8 @@ def underflow_fraction(
     """
     # What is at most half the smallest number rounds to zero: the tie to even.
     smallest = jnp.finfo(static_float_dtype("dtype", dtype)).smallest_subnormal
-    half = split_number(float(smallest) / 2).exponent
-    factor = split(jnp.asarray(scale, jnp.float32))
+    half = split_number(float(smallest)).exponent - 1
+    factor = split(positive_factor("scale", scale))
     flushed = nonzero = jnp.zeros((), jnp.float32)
     for entry in _splits(tree):
         # `mantissa * 2**exponent` is at most 1 where the product is that half.
@@ -228,6 +231,7 @@ def headroom_bits(
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
+      ValueError: If `scale` is no positive number.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -236,7 +240,7 @@ def headroom_bits(
     """
     top = largest_of(_splits(tree))
     room = split_number(float(jnp.finfo(static_float_dtype("dtype", dtype)).max))
-    factor = split(jnp.asarray(scale, jnp.float32))
+    factor = split(positive_factor("scale", scale))
     whole = room.exponent - top.exponent - factor.exponent
     mantissa = room.mantissa / (top.mantissa * factor.mantissa)
     bits = whole.astype(jnp.float32) + jnp.log2(mantissa)

@@ -9,6 +9,7 @@ takes the axes to draw into, or makes new ones, and returns them.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -64,14 +65,14 @@ def plot_loss_scale(
       >>> ols.plotting.plot_loss_scale(history).get_ylabel()
       'loss scale'
     """
-    missing = {"loss_scale", "last_finite"} - set(history)
-    if missing:
+    names = {"loss_scale", "last_finite"}
+    if not (isinstance(history, Mapping) and names <= set(history)):
         raise ValueError(
-            f"`history` must hold `loss_scale` and `last_finite`, got {list(history)}. "
-            "(Stack the dicts of `loss_scale_metrics`.)"
+            "`history` must be one dict with `loss_scale` and `last_finite`, got "
+            f"{history!r:.60}. (Stack the dicts of `loss_scale_metrics`.)"
         )
     scales = np.asarray(history["loss_scale"])
-    finite = np.asarray(history["last_finite"])
+    finite = np.asarray(history["last_finite"]).astype(bool)
     if scales.ndim != 1 or finite.shape != scales.shape:
         raise ValueError(
             f"`history` must be stacked over steps, got shapes {scales.shape} and "
@@ -79,13 +80,15 @@ def plot_loss_scale(
         )
     ax = _axes(ax)
     steps = np.arange(1, len(scales) + 1)
-    ax.step(steps, scales, where="post", color=BLUE, label="loss scale")
+    marker = "o" if len(steps) == 1 else ""
+    ax.step(steps, scales, where="post", color=BLUE, marker=marker, label="loss scale")
     skipped = int(np.sum(~finite))
     if skipped:
         label = f"skipped: {skipped} of {len(scales)} steps"
         ax.plot(steps[~finite], scales[~finite], "x", color=RED, label=label)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="loss scale")
+    ax.locator_params(axis="x", integer=True)
     ax.grid(alpha=0.3)
     ax.legend()
     return ax
@@ -100,7 +103,7 @@ def plot_training(
     """Draws the training losses of several runs, and beneath them their loss scales.
 
     Args:
-      losses: From a label to `f32[steps]`, positive; up to five.
+      losses: From a label to `f32[steps]`, positive. Five of them look different.
       loss_scales: The same of loss scales, dimensionless, for some or all labels.
       ax: Two axes to draw into; None makes a new figure.
 
@@ -117,16 +120,17 @@ def plot_training(
       ['training loss', 'loss scale']
     """
     loss_ax, scale_ax = _axes(ax, rows=2)
-    for style, (label, loss) in zip(STYLES, losses.items(), strict=False):
-        loss_ax.semilogy(np.asarray(loss), label=label, **style)
-        if label in loss_scales:
-            scale_ax.plot(np.asarray(loss_scales[label]), label=label, **style)
+    for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
+        loss_ax.semilogy(np.asarray(loss), label=_shown(name), **style)
+        if name in loss_scales:
+            scale_ax.plot(np.asarray(loss_scales[name]), label=_shown(name), **style)
     scale_ax.set_yscale("log", base=2)
     loss_ax.set(ylabel="training loss")
     scale_ax.set(xlabel="step", ylabel="loss scale")
     for each in (loss_ax, scale_ax):
         each.grid(alpha=0.3)
-        each.legend()
+        if each.lines:
+            each.legend()
     return loss_ax, scale_ax
 
 
@@ -139,7 +143,7 @@ def plot_exponent_histogram(
     """Draws which exponents entries have, and which of them a dtype can hold.
 
     The normal range is shaded, the subnormal one, where bits are lost, paler; what
-    lies to the left of both becomes zero, to the right infinity.
+    lies further to the left becomes zero, to the right infinity.
 
     Args:
       histograms: From a label, such as `"scaled by 2**15"`, to what
@@ -182,20 +186,24 @@ def plot_exponent_histogram(
         color, style = lines[index % len(lines)]
         exponents = np.asarray(histogram.exponents)
         counts = np.asarray(histogram.counts)
-        total = max(int(counts.sum()), 1)
-        zeros = int(histogram.zero_count)
-        if zeros:
-            label = f"{label} ({zeros / (zeros + total):.0%} are zero)"
+        others = {
+            "zero": int(histogram.zero_count),
+            "not finite": int(histogram.nonfinite_count),
+        }
+        drawn = int(counts.sum())
+        total = drawn + sum(others.values())
+        shares = [f"{n / total:.0%} {kind}" for kind, n in others.items() if n]
+        label = f"{label} ({', '.join(shares)})" if shares else label
         ax.stairs(
-            counts / total,
+            counts / max(drawn, 1),
             np.append(exponents, exponents[-1] + 1) - 0.5,
             color=color,
             linestyle=style,
             linewidth=2,
-            label=label,
+            label=_shown(label),
         )
     ax.set(
-        xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
+        xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of all other entries"
     )
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return ax
@@ -222,7 +230,7 @@ def plot_underflow_by_leaf(
 
     Raises:
       ImportError: If matplotlib is missing.
-      ValueError: If the tree has no floating leaf.
+      ValueError: If the tree has no floating leaf, or `scale` is not positive.
       TypeError: If `dtype` is not a floating dtype.
 
     Example:
@@ -237,10 +245,10 @@ def plot_underflow_by_leaf(
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if is_floating(leaf)
     ]
-    if not leaves:
-        raise ValueError("`tree` must have a floating leaf, got none.")
-    ax = _axes(ax)
     factors = np.atleast_1d(np.asarray(scale, np.float32))
+    if not leaves or not factors.size:
+        raise ValueError("`tree` must have a floating leaf, and `scale` a number.")
+    ax = _axes(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
     rows = np.arange(len(leaves))
     height = 0.8 / len(factors)
     colors = (BLUE, ORANGE, GREEN, RED)
@@ -264,7 +272,12 @@ def plot_underflow_by_leaf(
     return ax
 
 
-def _axes(ax: Any, rows: int = 1) -> Any:
+def _shown(label: str) -> str:
+    """A label; matplotlib would hide one that starts with an underscore."""
+    return f" {label}" if label.startswith("_") else label
+
+
+def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:
     """The given axes, or new ones."""
     if ax is not None:
         return ax
@@ -274,10 +287,8 @@ def _axes(ax: Any, rows: int = 1) -> Any:
         raise ImportError(
             "plotting needs matplotlib: pip install 'optax-lossscale[plot]'"
         ) from error
-    height = 4 if rows == 1 else 3 * rows
-    return plt.subplots(
-        rows, figsize=(7, height), layout="constrained", sharex=rows > 1
-    )[1]
+    size = (7, height if rows == 1 else 3 * rows)
+    return plt.subplots(rows, figsize=size, layout="constrained", sharex=rows > 1)[1]
 
 
 def _range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:

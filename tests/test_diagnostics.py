@@ -9,9 +9,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from compat import enable_x64
+from compat import enable_x64, set_mesh
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
@@ -243,6 +245,47 @@ def test_a_single_array_has_a_name_in_the_report(capsys):
 def test_a_dtype_that_is_not_floating_is_refused(function):
     with pytest.raises(TypeError, match="`dtype` must be a floating dtype"):
         function(jnp.ones(1), dtype=jnp.int8)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_leaves_are_read_where_they_lie(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))
+    leaf = jax.device_put(values, NamedSharding(mesh, P("data")))
+    with set_mesh(mesh):
+        histogram = jax.jit(diagnostics.exponent_histogram)(leaf)
+        assert histogram.counts.tolist() == [0] * 40 + [1] * 16 + [0] * 5
+        assert diagnostics.headroom_bits(leaf) == pytest.approx(1, abs=1e-3)
+        assert diagnostics.nonfinite_report({"x": leaf})["x"]["inf"] == 0
+        assert diagnostics.underflow_fraction(leaf) == 0
+
+
+def test_float64_holds_what_float32_does():
+    values = jnp.asarray([1e-9, 0.3, 1e-3])
+    assert diagnostics.underflow_fraction(values, dtype=jnp.float64) == 0
+
+
+def test_paths_that_look_the_same_are_told_apart():
+    tree = {"a/b": jnp.ones(1), "a": {"b": jnp.asarray([math.nan])}}
+    report = diagnostics.nonfinite_report(tree)
+    assert len(report) == 2
+    assert sum(int(of_leaf["nan"]) for of_leaf in report.values()) == 1
+
+
+def test_a_report_of_an_ensemble_is_not_printed():
+    report = jax.vmap(diagnostics.nonfinite_report)({"x": jnp.ones((3, 2))})
+    with pytest.raises(ValueError, match="must be the report of one member"):
+        diagnostics.print_nonfinite_report(report)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [(0.0, "must be positive"), (math.inf, "must be positive"), ([1.0], "one number")],
+)
+def test_a_scale_that_is_none_is_refused(scale, message):
+    for function in (diagnostics.headroom_bits, diagnostics.underflow_fraction):
+        with pytest.raises(ValueError, match=message):
+            function(jnp.ones(1), scale=jnp.asarray(scale))
 
 
 def test_bad_settings_are_refused():

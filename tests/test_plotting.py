@@ -52,7 +52,8 @@ def test_dicts_of_a_python_loop_are_drawn_when_stacked():
 @pytest.mark.parametrize(
     ("history", "message"),
     [
-        ({"scale": jnp.ones(2)}, "`history` must hold `loss_scale`"),
+        ({"scale": jnp.ones(2)}, "must be one dict with"),
+        ([{"loss_scale": 1.0, "last_finite": True}], "must be one dict"),
         (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
     ],
 )
@@ -84,7 +85,20 @@ def test_histograms_are_drawn_over_the_range_of_the_dtype():
     assert before.get_data().values[10] == pytest.approx(1 / 3)
     assert after.get_data().values[25] == 0.5
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert labels[2:] == ["before (25% are zero)", "after"]
+    assert labels[2:] == ["before (25% zero)", "after"]
+
+
+def test_a_histogram_of_nothing_but_zeros_says_so():
+    histogram = diagnostics.exponent_histogram(jnp.zeros(3))
+    ax = plotting.plot_exponent_histogram({"_g": histogram})
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[2:] == [" _g (100% zero)"]
+
+
+def test_numbers_logged_as_floats_are_drawn_too():
+    history = {"loss_scale": [8.0, 8.0, 4.0], "last_finite": [1.0, 1.0, 0.0]}
+    ax = plotting.plot_loss_scale(history)
+    assert ax.lines[1].get_label() == "skipped: 1 of 3 steps"
 
 
 def test_a_bare_histogram_is_refused():
