@@ -7,6 +7,7 @@ import re
 import nbclient
 import nbformat
 import pytest
+from compat import IS_JAX_0_7
 
 import optax_lossscale as ols
 
@@ -33,6 +34,8 @@ def printed(notebook):
 @pytest.mark.filterwarnings("default")  # Those of Jupyter's own packages.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_stored_in_it(path):
+    if IS_JAX_0_7 and path.stem == "04_many_devices":
+        pytest.skip("it uses jax.lax.pcast, which JAX 0.7 has not")
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()
