@@ -248,10 +248,11 @@ def headroom_loss_scale(
         overflow = ~jnp.isfinite(grads_max)
         finite = jnp.asarray(grads_finite, bool) & ~overflow
         usable = split_number(largest * 2.0**-margin_bits)
-        in_a_row = overflow & ~state.last_finite
         s = state.loss_scale
-
         recent, peaks = state.rule_state
+        # A step that was skipped for another reason has entered its magnitude.
+        in_a_row = overflow & ~state.last_finite & (recent[-1] == 0)
+
         calm = split(jnp.max(recent))
         fits = exponent_of_quotient(split_number(largest), split(grads_max))
         is_peak = _is_known(calm) & (fits < exponent_of_quotient(usable, calm))

@@ -198,6 +198,15 @@ def test_a_step_that_is_skipped_for_its_loss_alone_backs_nothing_off():
     assert (state.loss_scale, state.total_notfinite) == (2.0**13, 1)
 
 
+def test_an_overflow_after_a_step_that_was_skipped_for_its_loss_is_the_first_of_a_row():
+    rule = ols.headroom_loss_scale(margin_bits=2.0)
+    state = rule.adjust(rule.init(), True, 1.0)
+    state = rule.adjust(state, grads_finite=False, grads_max=1.0)
+    state = rule.adjust(state, grads_finite=False, grads_max=INF)
+    assert state.loss_scale == 2.0**10
+    assert rule.adjust(state, True, 1.0).loss_scale == 2.0**10  # It was remembered.
+
+
 def test_a_scale_that_was_set_lasts_one_step_on_the_headroom_rule():
     rule = ols.headroom_loss_scale(margin_bits=2.0)
     state = ols.set_loss_scale(rule.adjust(rule.init(), True, 1.0), 8.0)
