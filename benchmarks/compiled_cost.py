@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from updates import OPTIMIZERS, WAYS, print_table, shape_of, versions
+from tables import print_table, versions
+from updates import OPTIMIZERS, WAYS, shape_of
 
 # An H200 as `GpuTargetConfigProto`.
 H200 = """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jax.scipy.stats import norm
-from updates import print_table, versions
+from tables import print_table, versions
 
 import optax_lossscale as ols
 
@@ -80,7 +80,10 @@ def recorded_traces() -> dict[str, Trace]:
     return {name: Trace(*column) for name, column in columns.items()}
 
 
-def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, ...]:
+Runs = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+
+
+def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale before each step, and whether the step was applied; `[runs, steps]`."""
 
     def step(state, largest):
@@ -121,18 +124,22 @@ def show(result: dict[str, Any]) -> str:
     )
 
 
-def table(traces: dict[str, Trace]) -> dict[str, dict[str, Any]]:
-    """Prints a line a rule, and returns the figures."""
-    results = {}
+def run_all(traces: dict[str, Trace]) -> Runs:
+    """Every rule on every trace, all traces of a rule at once."""
+    largest = np.concatenate([trace.largest for trace in traces.values()])
+    of_rules = {}
     for name, rule in RULES.items():
-        runs = run(rule, np.concatenate([trace.largest for trace in traces.values()]))
-        of_traces = [np.split(array, len(traces)) for array in runs]
-        results[name] = {
-            kind: measure(trace, scales, applied)
-            for (kind, trace), scales, applied in zip(
-                traces.items(), *of_traces, strict=True
-            )
-        }
+        arrays = [np.split(array, len(traces)) for array in run(rule, largest)]
+        of_rules[name] = dict(zip(traces, zip(*arrays, strict=True), strict=True))
+    return of_rules
+
+
+def table(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
+    """Prints a line a rule, and returns the figures."""
+    results = {
+        name: {kind: measure(traces[kind], *of_kind) for kind, of_kind in row.items()}
+        for name, row in runs.items()
+    }
     print_table(
         [
             {"rule": name, **{kind: show(result) for kind, result in row.items()}}
@@ -142,7 +149,7 @@ def table(traces: dict[str, Trace]) -> dict[str, dict[str, Any]]:
     return results
 
 
-def plot(traces: dict[str, Trace], file: pathlib.Path) -> None:
+def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
     """Draws scales over steps, and the largest one that would not have overflowed."""
     figure, axes = plt.subplots(
         len(traces), 1, figsize=(9, 2 * len(traces)), layout="constrained", sharex=True
@@ -158,7 +165,7 @@ def plot(traces: dict[str, Trace], file: pathlib.Path) -> None:
             label="overflows",
         )
         for name, style in DRAWN.items():
-            scales, _ = run(RULES[name], trace.largest[:1])
+            scales, _ = runs[name][kind]
             ax.plot(np.log2(scales[0]), label=name, linewidth=1.4, **style)
         ax.set(title=kind, ylabel="log2 of scale", ylim=(8, 27))
     axes[0].legend(ncols=5, fontsize="small", loc="lower right")
@@ -175,12 +182,13 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path)
     args = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
-    traces = synthetic_traces()
-    results = {"synthetic": table(traces)}
+    traces, recorded = synthetic_traces(), recorded_traces()
+    runs = run_all(traces)
+    results = {"synthetic": table(traces, runs)}
     print()
-    results["recorded"] = table(recorded_traces())
+    results["recorded"] = table(recorded, run_all(recorded))
     if args.plot:
-        plot(traces, args.plot)
+        plot(traces, runs, args.plot)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

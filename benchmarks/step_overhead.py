@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from updates import OPTIMIZERS, WAYS, Way, print_table, shape_of, versions
+from tables import print_table, versions
+from updates import OPTIMIZERS, WAYS, Way, shape_of
 
 import optax_lossscale as ols
 

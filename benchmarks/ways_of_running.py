@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import print_table, versions
 
 import optax_lossscale as ols
 
@@ -277,14 +278,18 @@ def main() -> None:
         }
         for name, result in results.items()
     }
-    print(f"JAX {jax.__version__}, Optax {optax.__version__}, CPU\n")
-    print(f"| {'way of running':43} | largest difference | collectives | together |")
-    print(f"| :{'-' * 42} | {'-' * 17}: | {'-' * 10}: | {'-' * 7}: |")
-    for name, (difference, collectives, together) in (
-        (name, row.values()) for name, row in rows.items()
-    ):
-        answer = "yes" if together else "NO"
-        print(f"| {name:43} | {difference:18.1e} | {collectives:11} | {answer:>8} |")
+    print(f"{versions()}\n")
+    print_table(
+        [
+            {
+                "way of running": name,
+                "largest difference": f"{row['largest difference']:.1e}",
+                "collectives": row["collectives"],
+                "together": "yes" if row["skipped together"] else "NO",
+            }
+            for name, row in rows.items()
+        ]
+    )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2))
 

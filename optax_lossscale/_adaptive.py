@@ -136,7 +136,7 @@ def smooth_loss_scale(
         whole = jnp.floor(e)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
         fraction = jnp.where((s < low) | (s >= high), 0.0, e - whole)
-        s = jnp.minimum(jnp.maximum(s, low), high)
+        s = jnp.clip(s, low, high)
         return count_step(state, finite, s, SmoothRuleState(fraction))
 
     return LossScale(init, adjust)
@@ -268,7 +268,7 @@ def headroom_loss_scale(
         e = jnp.where(_is_known(top), exponent_of_quotient(usable, top), unknown)
         e = jnp.where(in_a_row, jnp.minimum(e, held - _BITS_IN_A_ROW), e)
         low, high = _inward(bounds(state.step_count))
-        s = power_of_two(jnp.minimum(jnp.maximum(e, low), high))
+        s = power_of_two(jnp.clip(e, low, high))
         return count_step(state, finite, s, HeadroomRuleState(recent, peaks))
 
     return LossScale(init, adjust, needs_grads_max=True)

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._state import PyTree
-from optax_lossscale._tree import is_floating, unscale_leaves, widen
+from optax_lossscale._tree import is_floating, real_parts, unscale_leaves, widen
 
 # One axis, or several, of pmap, vmap or shard_map.
 AxisName = Hashable
@@ -223,7 +223,7 @@ def _read(
         else:
             leaves = unscale_leaves(list(leaves), loss_scale)
         return [
-            statistic.of_entries(part) for leaf in leaves for part in _real_parts(leaf)
+            statistic.of_entries(part) for leaf in leaves for part in real_parts(leaf)
         ]
 
     def read_each(*leaves: jax.Array) -> jax.Array:
@@ -278,8 +278,3 @@ def _stacked(scalars: list[jax.Array]) -> jax.Array:
     # As a chain of operations XLA would repeat them all for each use of the result,
     # and take minutes to compile a thousand.
     return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)
-
-
-def _real_parts(leaf: jax.Array) -> tuple[jax.Array, ...]:
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    return (lax.real(leaf), lax.imag(leaf)) if is_complex else (leaf,)

@@ -151,6 +151,23 @@ def wide_param(param: PyTree) -> PyTree:
     return widen(param) if is_floating(param) else param
 
 
+def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
+    """Both parts of a complex array; any other by itself."""
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return (lax.real(array), lax.imag(array)) if is_complex else (array,)
+
+
+def floating_leaves(tree: PyTree) -> dict[str, Any]:
+    """The floating leaves by their paths, such as `"layer/kernel"`."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if is_floating(leaf):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # `a/b` may be one key as well as two.
+            found[jax.tree_util.keystr(path) if name in found else name] = leaf
+    return found
+
+
 def map_floating(
     function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
 ) -> PyTree:

@@ -1,6 +1,7 @@
 """The main job: float16 fails, and with a loss scale trains as well as float32.
 
-    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME]
+    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME] [--json FILE]
+        [--plot FILE]
 
 Trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
 ways. Nothing is scaled down to make float16 fail: the loss is a mean over batch and
@@ -241,14 +242,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
     )
-    parser.add_argument("--rule", choices=RULES, default="dynamic", help="dynamic one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results go here")
+    parser.add_argument(
+        "--rule",
+        choices=RULES,
+        default="dynamic",
+        help="of float16_dynamic (default: dynamic)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results here"
+    )
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
         default=Path("loss_scale_demo.png"),
-        help="the picture goes here (default: %(default)s)",
+        help="write the picture here (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:

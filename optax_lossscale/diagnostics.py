@@ -31,7 +31,7 @@ from optax_lossscale._checks import (
     static_number,
 )
 from optax_lossscale._state import PyTree
-from optax_lossscale._tree import is_floating, widen
+from optax_lossscale._tree import floating_leaves, is_floating, real_parts, widen
 
 
 class ExponentHistogram(NamedTuple):
@@ -71,17 +71,14 @@ def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
       w 1 1 3
     """
     report = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if is_floating(leaf):
-            is_nan = jnp.isnan(widen(leaf))
-            is_inf = jnp.isinf(widen(leaf)) & ~is_nan
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            # `a/b` may be one key as well as two.
-            report[jax.tree_util.keystr(path) if name in report else name] = {
-                "nan": jnp.sum(is_nan, dtype=jnp.int32),
-                "inf": jnp.sum(is_inf, dtype=jnp.int32),
-                "size": int(jnp.size(leaf)),
-            }
+    for path, leaf in floating_leaves(tree).items():
+        wide = widen(leaf)
+        is_nan = jnp.isnan(wide)
+        report[path] = {
+            "nan": jnp.sum(is_nan, dtype=jnp.int32),
+            "inf": jnp.sum(jnp.isinf(wide) & ~is_nan, dtype=jnp.int32),
+            "size": int(wide.size),
+        }
     return report
 
 
@@ -287,14 +284,8 @@ def suggest_init_scale(
     return jnp.where(top.is_finite, scale, jnp.nan)
 
 
-def _parts(leaf: jax.typing.ArrayLike) -> tuple[jax.Array, ...]:
-    array = jnp.asarray(leaf)
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return (lax.real(array), lax.imag(array)) if is_complex else (array,)
-
-
 def _splits(tree: PyTree) -> Iterator[Split]:
     """Every floating leaf, split; both parts of a complex one."""
     for leaf in jax.tree.leaves(tree):
         if is_floating(leaf):
-            yield from (split(part) for part in _parts(leaf))
+            yield from map(split, real_parts(jnp.asarray(leaf)))

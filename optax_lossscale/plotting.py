@@ -18,7 +18,7 @@ import numpy as np
 
 from optax_lossscale._checks import static_float_dtype
 from optax_lossscale._state import PyTree
-from optax_lossscale._tree import is_floating
+from optax_lossscale._tree import floating_leaves
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def plot_training(
       >>> [ax.get_ylabel() for ax in ols.plotting.plot_training(run, run)]
       ['training loss', 'loss scale']
     """
-    loss_ax, scale_ax = _axes(ax, rows=2)
+    loss_ax, scale_ax = _axes(ax, rows=2, height=6.0)
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
         loss_ax.semilogy(np.asarray(loss), label=_shown(name), **style)
         if name in loss_scales:
@@ -182,8 +182,8 @@ def plot_exponent_histogram(
     label = f"{name} subnormal: bits lost"
     ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
     lines = ((RED, "-"), (BLUE, "--"), (GREEN, "-."), (ORANGE, ":"))
-    for index, (label, histogram) in enumerate(histograms.items()):
-        color, style = lines[index % len(lines)]
+    of_line = zip(cycle(lines), histograms.items(), strict=False)
+    for (color, style), (label, histogram) in of_line:
         exponents = np.asarray(histogram.exponents)
         counts = np.asarray(histogram.counts)
         others = {
@@ -240,11 +240,7 @@ def plot_underflow_by_leaf(
       >>> [round(bar.get_width()) for bar in ax.patches]
       [0, 50]
     """
-    leaves = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        if is_floating(leaf)
-    ]
+    leaves = floating_leaves(tree)
     factors = np.atleast_1d(np.asarray(scale, np.float32))
     if not leaves or not factors.size:
         raise ValueError("`tree` must have a floating leaf, and `scale` a number.")
@@ -255,7 +251,7 @@ def plot_underflow_by_leaf(
     for index, factor in enumerate(factors):
         shares = [
             100 * float(underflow_fraction(leaf, scale=factor, dtype=dtype))
-            for _, leaf in leaves
+            for leaf in leaves.values()
         ]
         ax.barh(
             rows + (index - (len(factors) - 1) / 2) * height,
@@ -264,7 +260,7 @@ def plot_underflow_by_leaf(
             color=colors[index % len(colors)],
             label=f"scale 2**{np.log2(factor):g}",
         )
-    ax.set_yticks(rows, [path or "the array" for path, _ in leaves])
+    ax.set_yticks(rows, [path or "the array" for path in leaves])
     ax.invert_yaxis()
     name = jnp.dtype(dtype).name
     ax.set(xlabel=f"entries flushed to zero in {name}, in %", xlim=(0, 100))
@@ -287,7 +283,7 @@ def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:
         raise ImportError(
             "plotting needs matplotlib: pip install 'optax-lossscale[plot]'"
         ) from error
-    size = (7, height if rows == 1 else 3 * rows)
+    size = (7, height)
     return plt.subplots(rows, figsize=size, layout="constrained", sharex=rows > 1)[1]
 
 

@@ -28,14 +28,10 @@ RULES = {
 }
 
 
-def scales(rule, maxima, state=None):
+def scales(rule, maxima):
     """The scale after each step with such a largest magnitude."""
-    state = rule.init() if state is None else state
-    trace = []
-    for largest in maxima:
-        state = rule.adjust(state, math.isfinite(largest), largest)
-        trace.append(float(state.loss_scale))
-    return trace
+    states = states_after(rule, np.isfinite(maxima), grads_max=maxima)
+    return states.loss_scale.tolist()
 
 
 @given(
