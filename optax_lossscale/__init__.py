@@ -2,9 +2,11 @@
 
 from optax_lossscale import diagnostics, plotting, presets
 from optax_lossscale._adaptive import headroom_loss_scale, smooth_loss_scale
+from optax_lossscale._autocast import autocast, autocast_report, full_precision
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._keras import ema_params, finalize_params, loss_scale_optimizer
+from optax_lossscale._precision import cast_params, master_weights
 from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
@@ -35,16 +37,21 @@ __all__ = [
     "LossScaledState",
     "adopt_inner_state",
     "all_finite",
+    "autocast",
+    "autocast_report",
+    "cast_params",
     "diagnostics",
     "dynamic_loss_scale",
     "ema_params",
     "finalize_params",
     "find_loss_scale_state",
+    "full_precision",
     "get_loss_scale",
     "headroom_loss_scale",
     "loss_scale_metrics",
     "loss_scale_optimizer",
     "loss_scaled",
+    "master_weights",
     "max_magnitude",
     "no_loss_scale",
     "plotting",

@@ -6,7 +6,8 @@ Always selects, never `lax.cond`: under `shard_map` its branches diverge silentl
 devices disagree (https://github.com/jax-ml/jax/issues/40823).
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +135,7 @@ def _run_in_flight(
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in program.eqns:
-        outputs = _evaluate(equation, [read(atom) for atom in equation.invars])
+        outputs = evaluate(equation, [read(atom) for atom in equation.invars])
         for variable, value in zip(equation.outvars, outputs, strict=True):
             values[variable] = value
             before = to_mask.get(id(variable))
@@ -159,19 +160,33 @@ def _alike(one: jax.Array, other: jax.Array) -> bool:
     return bool(jax.typeof(one) == jax.typeof(other))
 
 
-def _evaluate(equation: core.JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
+def evaluate(
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+    params: dict[str, Any] | None = None,
+) -> Sequence[Any]:
     """The outputs of one equation of a traced program, under its own names."""
-    params = equation.primitive.get_bind_params(equation.params)
+    params = equation.params if params is None else params
+    bind_params = equation.primitive.get_bind_params(params)
     # In JAX 0.7 the functions of a call come apart from its other parameters.
-    functions, params = params if isinstance(params, tuple) else ((), params)
+    functions, bind_params = (
+        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    )
+    with context_of(equation):
+        outputs = equation.primitive.bind(*functions, *inputs, **bind_params)
+    return outputs if equation.primitive.multiple_results else [outputs]
+
+
+@contextlib.contextmanager
+def context_of(equation: core.JaxprEqn) -> Iterator[None]:
+    """What an equation was written under: its names, its mesh, its settings."""
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     with (
         source_info_util.user_context(source.traceback, name_stack=names),
         equation.ctx.manager,
     ):
-        outputs = equation.primitive.bind(*functions, *inputs, **params)
-    return outputs if equation.primitive.multiple_results else [outputs]
+        yield
 
 
 def _map_values(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:

@@ -36,6 +36,13 @@ LAYERS = [
     "_grad",
     "_masking",
     "_transform",
+    "_operations",
+    "_precision",
+    "_casting",
+    "_nested",
+    "_custom_rules",
+    "_evaluator",
+    "_autocast",
     "_keras_parts",
     "_keras",
     "diagnostics",
@@ -75,6 +82,11 @@ SIGNATURES = {
     "loss_scale_factor, gradient_accumulation_steps, axis_name",
     "ema_params": "opt_state",
     "finalize_params": "params, opt_state",
+    "autocast": "fun, dtype, *, level, low, high",
+    "full_precision": "fun",
+    "autocast_report": "fun, *args, **kwargs",
+    "cast_params": "params, dtype, *, keep",
+    "master_weights": "inner",
     "get_loss_scale": "tree",
     "find_loss_scale_state": "tree",
     "set_loss_scale": "tree, value",
@@ -94,7 +106,8 @@ def names_of(signature):
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             names.append("*")
             starred = True
-        names.append(f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name)
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        names.append(stars.get(parameter.kind, "") + name)
     return ", ".join(names)
 
 
