@@ -31,23 +31,48 @@ from jax.sharding import SingleDeviceSharding
 from tables import print_table, versions
 from updates import OPTIMIZERS, WAYS, shape_of
 
-# An H200 as `GpuTargetConfigProto`.
-H200 = """
-gpu_device_info {
+# GPUs as `GpuTargetConfigProto`.
+CUDA = """
+gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
+  shared_memory_per_block: 49152  shared_memory_per_core: {shared}
+  threads_per_core_limit: 2048  core_count: {cores}  fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
+  memory_bandwidth: {bandwidth}  l2_cache_size: {cache}  clock_rate_ghz: {clock}
+  device_memory_size: {memory}  shared_memory_per_block_optin: {optin}
+  cuda_compute_capability {{ major: {major} minor: 0 }}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200 141GB HBM3e"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
 """
-NAMES = {"cpu": "CPU", "tpu": "TPU v5e", "cuda": "H200"}
+H200 = CUDA.format(
+    shared=233472,
+    cores=132,
+    fpus=128,
+    bandwidth=4800000000000,
+    cache=52428800,
+    clock=1.98,
+    memory=151397597184,
+    optin=232448,
+    major=9,
+    name="NVIDIA H200 141GB HBM3e",
+)
+V100 = CUDA.format(
+    shared=98304,
+    cores=80,
+    fpus=64,
+    bandwidth=898048000000,
+    cache=6291456,
+    clock=1.53,
+    memory=16935682048,
+    optin=98304,
+    major=7,
+    name="Tesla V100-SXM2-16GB",
+)
+PLATFORMS = {"cpu": "CPU", "tpu": "TPU v5e", "cuda": "H200"}
+NAMES = {**PLATFORMS, "v100": "V100"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done"}
 BITS = {"pred": 8, "bf16": 16}
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
@@ -108,7 +133,10 @@ def device_of(platform: str) -> Any:
         topology = topologies.get_topology_desc("v5e:2x2", "tpu")
     else:
         topology = topologies.get_topology_desc(
-            "1x1x1", "cuda", topology="1x1x1", target_config=H200
+            "1x1x1",
+            "cuda",
+            topology="1x1x1",
+            target_config=V100 if platform == "v100" else H200,
         )
     return topology.devices[0]
 
@@ -172,7 +200,9 @@ def rows_of(
 def main() -> None:
     """Prints the table, and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platforms", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument(
+        "--platforms", nargs="+", choices=PLATFORMS, default=list(PLATFORMS)
+    )
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--quick", action="store_true", help="AdamW, 60 leaves, alone")
     args = parser.parse_args()

@@ -15,8 +15,9 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._masking import evaluate
-from optax_lossscale._operations import LOW, MOVES, Policy
+from optax_lossscale._operations import COMMUTES, LOW, MOVES, Policy
 from optax_lossscale._precision import is_normalization
+from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
 FULL_PRECISION = "full_precision"  # The name scope of what is left alone.
@@ -115,7 +116,7 @@ def _reads_as_products(
         return [False] * count
     if is_low(equation, policy):
         return [True] * count
-    if name in MOVES:
+    if name in COMMUTES or is_move(equation):
         return [all(outputs)] * count
     if name == "scan":
         body, (first, size) = params["jaxpr"].jaxpr, scan_sizes(params)
@@ -123,8 +124,9 @@ def _reads_as_products(
         outputs[:size] = [False] * size
         inside = read_by_products(body, policy, outputs)
         return [v in inside and i not in carry for i, v in enumerate(body.invars)]
-    if name in ("jit", "pjit", "remat2", "checkpoint", "closed_call"):
-        body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+    if name in ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call"):
+        body = params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
+        body = getattr(body, "jaxpr", body)
         inside = read_by_products(body, policy, outputs)
         return [variable in inside for variable in body.invars]
     return [False] * count
@@ -161,7 +163,7 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> tuple[An
     if why:
         return None, why
     if name == "convert_element_type" and floats:
-        return jnp.result_type(floats[0].array), "is cast itself"
+        return jnp.result_type(floats[0].array), "a cast"
     if not floats:
         return None, "no float32"
     if name in policy.full:
@@ -191,7 +193,9 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> tuple[An
 def params_in(equation: Any, dtype: Any) -> dict[str, Any]:
     """The parameters of an operation whose operands are cast to a dtype."""
     params = dict(equation.params)
-    if dtype is None or equation.primitive.name == "convert_element_type":
+    if equation.primitive.name == "convert_element_type" and is_move(equation):
+        params["new_dtype"] = dtype
+    if dtype is None:
         return params
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
@@ -222,12 +226,24 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
     if name in ADDS and Origin.PRODUCT in origins:
         others = origins - {Origin.PRODUCT, Origin.BIAS, Origin.CONSTANT}
         return Origin.COMPUTED if others else Origin.PRODUCT
-    if name not in MOVES | {"convert_element_type"} or len(operands) > 1:
+    if name == "convert_element_type" and origins == {Origin.CONSTANT}:
+        return Origin.CONSTANT
+    is_float = [is_floating(atom.aval) for atom in equation.invars]
+    if sum(is_float) != 1 or name not in MOVES | {"convert_element_type"}:
         return Origin.COMPUTED
-    (origin,), old, new = origins, equation.invars[0].aval, equation.outvars[0].aval
-    if origin is Origin.ARGUMENT and (new.size > old.size or new.ndim > old.ndim):
-        return Origin.BIAS
-    return origin
+    place, new = is_float.index(True), equation.outvars[0].aval
+    origin, old = operands[place].origin, equation.invars[place].aval
+    is_spread = new.size > old.size or new.ndim > old.ndim or new.ndim < 2
+    return Origin.BIAS if origin is Origin.ARGUMENT and is_spread else origin
+
+
+def is_move(equation: Any) -> bool:
+    """Whether an operation moves float32 values, and does not change them."""
+    name = equation.primitive.name
+    atoms = [*equation.invars, *equation.outvars]
+    # From float32 to float32: `x.astype(jnp.float32)` after a product vanishes.
+    is_cast_to_itself = name == "convert_element_type" and all(map(is_cast, atoms))
+    return name in MOVES or is_cast_to_itself
 
 
 def fits(number: Any, dtype: Any) -> bool:

@@ -40,11 +40,15 @@ MOVES = _words(
     "ppermute pvary reshape rev select_n sharding_constraint slice split squeeze "
     "stop_gradient transpose"
 )
-WIDEST = MOVES | _words(
-    "abs add add_any argmax argmin atan2 ceil clamp cos cummax cummin div eq erf erfc "
-    "floor ge gt is_finite le logistic lt max min mul ne neg reduce_max "
-    "reduce_min reduce_window_max reduce_window_min rem round scatter scatter-max "
-    "scatter-min select_and_gather_add sign sin sort sqrt sub tanh top_k"
+# What commutes with rounding: rounded before or after, the result is the same.
+COMMUTES = MOVES | _words(
+    "abs clamp cummax cummin max min neg reduce_max reduce_min reduce_window_max "
+    "reduce_window_min"
+)
+WIDEST = COMMUTES | _words(
+    "add add_any argmax argmin atan2 ceil cos div eq erf erfc floor ge gt is_finite le "
+    "logistic lt mul ne rem round scatter scatter-max scatter-min "
+    "select_and_gather_add sign sin sort sqrt sub tanh top_k"
 )
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -1,7 +1,7 @@
 """The main job: float16 fails, and with a loss scale trains as well as float32.
 
-    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME] [--json FILE]
-        [--plot FILE]
+    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME] [--autocast]
+        [--json FILE] [--plot FILE]
 
 Trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
 ways. Nothing is scaled down to make float16 fail: the loss is a mean over batch and
@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,9 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "float16_dynamic": (jnp.float16, RULES["dynamic"]),
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
+
+
+Apply: TypeAlias = Callable[..., Any]  # From parameters and images to outputs.
 
 
 class Data(NamedTuple):
@@ -92,18 +95,18 @@ def load_data() -> tuple[Data, Data]:
     return Data(*(x[:TRAIN_SIZE] for x in data)), Data(*(x[TRAIN_SIZE:] for x in data))
 
 
-def predict(
-    dtype: jax.typing.DTypeLike, params: PyTree, images: jax.Array
-) -> jax.Array:
-    """The network's outputs, computed in `dtype`, as `f32[n, 10]`."""
-    return jnp.asarray(MLP(dtype).apply(params, images), jnp.float32)
+def make_apply(dtype: jax.typing.DTypeLike, by_autocast: bool) -> Apply:
+    """The network in `dtype`: by its own setting, or the float32 one by autocast."""
+    if by_autocast and dtype != jnp.float32:
+        return ols.autocast(MLP(jnp.float32).apply, dtype)
+    return MLP(dtype).apply
 
 
-def make_loss_fn(dtype: jax.typing.DTypeLike) -> Callable[[PyTree, Data], jax.Array]:
+def make_loss_fn(apply: Apply) -> Callable[[PyTree, Data], jax.Array]:
     """Mean squared error over batch and classes; the mean is taken in float32."""
 
     def loss_fn(params: PyTree, batch: Data) -> jax.Array:
-        outputs = predict(dtype, params, batch.images)
+        outputs = jnp.asarray(apply(params, batch.images), jnp.float32)
         targets = jax.nn.one_hot(batch.labels, 10, dtype=jnp.float32)
         return jnp.mean((outputs - targets) ** 2)
 
@@ -138,11 +141,11 @@ def make_train_chunk(
 
 @functools.partial(jax.jit, static_argnums=0)
 def count_flushed(
-    dtype: jax.typing.DTypeLike, params: PyTree, opt_state: PyTree, batch: Data
+    apply: Apply, params: PyTree, opt_state: PyTree, batch: Data
 ) -> jax.Array:
     """Gradient entries flushed to zero, and those nonzero in float32, `i32[2]`."""
-    exact = jax.grad(make_loss_fn(jnp.float32))(params, batch)
-    scaled = ols.scaled_grad(make_loss_fn(dtype), opt_state)(params, batch)
+    exact = jax.grad(make_loss_fn(MLP(jnp.float32).apply))(params, batch)
+    scaled = ols.scaled_grad(make_loss_fn(apply), opt_state)(params, batch)
     grads = ols.unscale(scaled, opt_state)
     nonzero = jax.tree.map(lambda e: jnp.sum(e != 0), exact)
     flushed = jax.tree.map(lambda e, g: jnp.sum((e != 0) & (g == 0)), exact, grads)
@@ -150,15 +153,19 @@ def count_flushed(
 
 
 def train(
-    name: str, rule: ols.LossScale, data: tuple[Data, Data], seed: int, steps: int
+    name: str,
+    apply: Apply,
+    rule: ols.LossScale,
+    data: tuple[Data, Data],
+    seed: int,
+    steps: int,
 ) -> Run:
     """Trains one variant and measures it."""
     train_data, test_data = data
-    dtype, _ = VARIANTS[name]
     params_key, batch_key = jax.random.split(jax.random.key(seed))
-    params = MLP(dtype).init(params_key, train_data.images)
+    params = MLP(jnp.float32).init(params_key, train_data.images)
     tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
-    train_chunk = make_train_chunk(make_loss_fn(dtype), tx, train_data, batch_key)
+    train_chunk = make_train_chunk(make_loss_fn(apply), tx, train_data, batch_key)
 
     carry = (params, tx.init(params))
     history, flushed = [], []
@@ -167,13 +174,13 @@ def train(
             carry, chunk_history = train_chunk(carry, chunk)
             history.append(chunk_history)
             batch = draw_batch(train_data, batch_key, chunk[-1])
-            flushed.append(count_flushed(dtype, *carry, batch))
+            flushed.append(count_flushed(apply, *carry, batch))
             bar.update(len(chunk))
 
     params, opt_state = carry
     losses, loss_scales = (np.concatenate(x) for x in zip(*history, strict=True))
     flushed_count, nonzero_count = np.sum(flushed, axis=0)
-    predicted = predict(dtype, params, test_data.images).argmax(axis=-1)
+    predicted = apply(params, test_data.images).argmax(axis=-1)
     metrics = ols.loss_scale_metrics(opt_state)
     results = {
         "accuracy": float(jnp.mean(predicted == test_data.labels)),
@@ -249,6 +256,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="of float16_dynamic (default: dynamic)",
     )
     parser.add_argument(
+        "--autocast",
+        action="store_true",
+        help="float16 and bfloat16 by autocast of the float32 network",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results here"
     )
     parser.add_argument(
@@ -262,13 +274,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
 
-    data = load_data()
-    rules = {name: rule for name, (_, rule) in VARIANTS.items()}
-    rules["float16_dynamic"] = RULES[arguments.rule]
-    runs = {
-        name: [train(name, rule, data, s, arguments.steps) for s in arguments.seed]
-        for name, rule in rules.items()
-    }
+    data, runs = load_data(), {}
+    for name, (dtype, rule) in VARIANTS.items():
+        rule = RULES[arguments.rule] if name == "float16_dynamic" else rule
+        apply = make_apply(dtype, arguments.autocast)
+        steps, seeds = arguments.steps, arguments.seed
+        runs[name] = [train(name, apply, rule, data, s, steps) for s in seeds]
     print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:
         results = {

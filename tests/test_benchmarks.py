@@ -63,3 +63,20 @@ def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(tmp_path):
     assert headroom["sudden rise of 9 bits"]["skips"] <= 3
     assert len(results["recorded"]["headroom_loss_scale"]) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_autocast_on_every_model_and_operation(tmp_path):
+    path = tmp_path / "autocast.json"
+    command = [sys.executable, BENCHMARKS / "autocast.py", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    tables = json.loads(path.read_text())
+    assert len(tables["Models"]) == 14
+    for row in tables["Models"]:
+        assert row["products"] == row["in float16"] != "0", row
+        assert float(row["gradient error"].rstrip("%")) < 1, row
+        assert float(row["activations"]) <= 0.9, row
+        if "transformer" in row["model"]:
+            assert float(row["activations"]) <= 0.6
+    assert len(tables["Operations"]) > 90
+    for row in tables["Operations"]:
+        assert row["torch"] == row["here"] or row["why"], row

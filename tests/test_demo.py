@@ -98,3 +98,17 @@ def test_without_its_extra_it_says_what_to_install(missing):
     )
     assert "ImportError: the demo needs" in done.stderr
     assert "pip install 'optax-lossscale[demo]'" in done.stderr
+
+
+def test_autocast_of_the_float32_network_trains_as_well(tmp_path, full_run):
+    files = (tmp_path / "results.json", tmp_path / "picture.png")
+    done = run_demo("--autocast", "--json", files[0], "--plot", files[1])
+    assert done.returncode == 0, done.stderr
+    results = json.loads(files[0].read_text())
+    by_hand = json.loads(full_run[1].read_text())
+    assert set(results) == VARIANTS
+    for name in ("float32", "float16", "float16_dynamic", "bfloat16"):
+        accuracy = by_hand[name]["accuracy"]
+        assert results[name]["accuracy"] == pytest.approx(accuracy, abs=0.015), name
+    assert results["float16"]["flushed_to_zero"] > 0.3
+    assert results["float16_dynamic"]["flushed_to_zero"] < 0.01
