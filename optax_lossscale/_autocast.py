@@ -11,20 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import source_info_util
 
-from optax_lossscale._casting import (
-    FULL_PRECISION,
-    Origin,
-    Value,
-    argument,
-    declared,
-    is_cast,
-)
-from optax_lossscale._evaluator import run
+from optax_lossscale._choice import FULL_PRECISION, Choice
+from optax_lossscale._evaluator import NOTE, run
 from optax_lossscale._operations import Policy, make_policy
 from optax_lossscale._precision import in_normalization
 from optax_lossscale._state import PyTree
+from optax_lossscale._values import Origin, Value, argument, declared, is_cast
 
 
 def autocast(
@@ -44,8 +38,11 @@ def autocast(
         other elementwise, comparison        the widest of its operands
         all others                           as they are written
 
-    A Python number widens nothing, unless the dtype cannot hold it: `x + 1e-9` is in
-    float32. Functions with derivative rules of their own keep them. float64, complex,
+    A Python number widens nothing, unless it is out of the dtype's range: `x + 1e-9` is
+    in float32. Quotients and gathers of low operands are computed in float32 and then
+    rounded, as their derivatives overflow or lose terms in float16; the gradient of a
+    parameter that is used several times, in a loop or out of it, is summed in float32.
+    Functions with derivative rules of their own keep them. float64, complex,
     integer, bool and key arrays pass through. Loops carry, and branches give, what they
     did; results have the dtypes that they have without it. Nothing is scaled here: in
     float16, `loss_scaled` does that.
@@ -58,12 +55,14 @@ def autocast(
     | `"O3"` | all in `dtype` |
 
     At O2 and O3 sums are still added up in float32, and scalars, such as losses, stay
-    there. A normalization layer is known by the name of its class, function or
-    `jax.named_scope`. Mark what else shall stay with `full_precision`.
+    there. What goes with the data is rounded too: targets beyond 65504 become infinite.
+    Autocast the model, not the loss, and the loss stays in float32, as it does in
+    MindSpore and apex. A normalization layer is known by the name of its class, of its
+    function or of a `jax.named_scope`. Mark what else shall stay with `full_precision`.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
-        that are no arrays are static. Modules of `flax.nnx` may change.
+        that are no arrays are static. Objects of `flax.nnx` may be changed in it.
       dtype: float16 or bfloat16.
       level: One of the above.
       low: More names of JAX primitives to run in `dtype`, such as `"cumsum"`. What this
@@ -96,14 +95,14 @@ def autocast(
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
     policy = make_policy(dtype, level, low, high)
-    if level == "O0":
-        return fun
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        if level == "O0":
+            NOTE.get()(None, None)
+            return fun(*args, **kwargs)
         return _call(fun, policy, args, kwargs)
 
-    cast_fun.policy = policy  # type: ignore[attr-defined]
     return cast_fun
 
 
@@ -155,20 +154,35 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
           1  integer_pow  float32  float32 list  <doctest ...
           1  reduce_sum   float32  float32 list  <doctest ...
     """
-    fun = inspect.unwrap(fun, stop=lambda function: hasattr(function, "policy"))
-    policy = getattr(fun, "policy", None) or make_policy(jnp.float16, "O1", (), ())
-    fun = inspect.unwrap(fun)
     notes: dict[int, tuple[str, ...]] = {}
 
-    def note(equation: core.JaxprEqn, dtype: Any, why: str) -> None:
+    def note(equation: Any, choice: Choice | None) -> None:
+        if choice is None:
+            notes[0] = ("any", "", "level O0", "")
+            return
         atoms = [*filter(is_cast, equation.invars), *equation.outvars]
-        result = jnp.dtype(dtype or getattr(atoms[0].aval, "dtype", None)).name
+        dtype = jnp.dtype(choice.dtype or getattr(atoms[0].aval, "dtype", None)).name
         where = source_info_util.summarize(equation.source_info).rsplit("/")[-1]
-        notes[id(equation)] = (equation.primitive.name, result, why, where)
+        notes[id(equation)] = (equation.primitive.name, dtype, choice.why, where)
 
+    while isinstance(fun, jax.stages.Wrapped):  # What is jitted may be traced already.
+        fun = inspect.getattr_static(fun, "__wrapped__")
     arrays, merge = _partition((args, kwargs))
-    policy = policy._replace(note=note)
-    jax.eval_shape(lambda *arrays: _call(fun, policy, *merge(arrays)), *arrays)
+
+    def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
+        def call_with(*arrays: jax.Array) -> list[Any]:
+            args, kwargs = merge(arrays)
+            return _partition(fun(*args, **kwargs))[0]
+
+        return call_with
+
+    token = NOTE.set(note)
+    try:
+        jax.eval_shape(call(fun), *arrays)
+        if not notes:
+            jax.eval_shape(call(autocast(fun)), *arrays)
+    finally:
+        NOTE.reset(token)
     counts = collections.Counter(notes.values())
     rows = [(str(count), *row) for row, count in counts.items()]
     rows.insert(0, ("times", "operation", "dtype", "why", "where"))
@@ -183,39 +197,44 @@ def _call(
 ) -> PyTree:
     """Traces a call, and evaluates it with casts."""
     arrays, merge = _partition((args, kwargs))
-    merge_results, changed = merge, [False]
+    merge_results = merge_states = merge
+    count = 0
 
     def call_with_arrays(*arrays: jax.Array) -> list[jax.Array]:
-        nonlocal merge_results, changed
+        nonlocal merge_results, merge_states, count
         given = merge(arrays)
+        before = _parts(given)
+        states_before, _ = _partition(_states_of(given))
         results, merge_results = _partition(fun(*given[0], **given[1]))
-        after, _ = _partition(given)
-        changed = [old is not new for old, new in zip(arrays, after, strict=False)]
-        _check_changes(len(arrays) - len(after), changed, (args, kwargs))
-        return [
-            *results,
-            *(x for x, is_new in zip(after, changed, strict=True) if is_new),
-        ]
+        if not _are_same(before, _parts(given)):
+            raise ValueError(
+                "`fun` must not change its arguments in place: under `autocast` the "
+                "change would be lost. (Return what is new.)"
+            )
+        states, merge_states = _partition(_states_of(given))
+        count = len(results)
+        return [*results, *([] if _are_same(states, states_before) else states)]
 
     closed = jax.make_jaxpr(call_with_arrays)(*arrays)
-    kept = [policy.level == "O2" and flag for flag in in_normalization((args, kwargs))]
     is_array = map(_is_array, jax.tree.leaves((args, kwargs)))
+    kept = itertools.compress(in_normalization((args, kwargs)), is_array)
     inputs = [
-        argument(array) if not keep else Value(array, Origin.COMPUTED)
-        for array, keep in zip(arrays, itertools.compress(kept, is_array), strict=True)
+        Value(array, Origin.COMPUTED)
+        if is_kept and policy.level == "O2"
+        else argument(array)
+        for array, is_kept in zip(arrays, kept, strict=True)
     ]
     outputs = [value.array for value in run(closed, inputs, policy)]
     outputs = declared(closed.jaxpr.outvars, outputs)
-    count = len(outputs) - sum(changed)
-    if any(changed):
-        new = iter(outputs[count:])
-        updated = [next(new) if c else x for x, c in zip(arrays, changed, strict=True)]
-        _update_modules((args, kwargs), merge(updated))
+    if outputs[count:]:
+        modules = filter(_is_module, _parts((args, kwargs)))
+        for module, state in zip(modules, merge_states(outputs[count:]), strict=True):
+            sys.modules["flax.nnx"].update(module, state)
     return merge_results(outputs[:count])
 
 
 def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def _partition(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
@@ -229,35 +248,35 @@ def _partition(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTre
         merged = [next(given) if f else x for x, f in zip(others, flags, strict=True)]
         return jax.tree.unflatten(structure, merged)
 
-    return list(itertools.compress(leaves, flags)), merge
+    arrays = itertools.compress(leaves, flags)
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], merge
+
+
+# Objects of `flax.nnx` may be changed in place; nothing else may.
 
 
 def _is_module(node: object) -> bool:
-    """Whether a node is one of `flax.nnx`, whose variables may be changed in place."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
+
+
+def _is_state(node: object) -> bool:
+    """Whether a node is a state of nnx, of which `nnx.merge` makes modules."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Module)
+    return nnx is not None and isinstance(node, nnx.State)
 
 
-def _check_changes(missing: int, changed: Sequence[bool], tree: PyTree) -> None:
-    """Raises if anything was changed in place that is not in a module."""
-    in_module = [
-        _is_module(node)
-        for node in jax.tree.leaves(tree, is_leaf=_is_module)
-        for _ in filter(_is_array, jax.tree.leaves(node))
-    ]
-    if missing or any(c and not m for c, m in zip(changed, in_module, strict=True)):
-        raise ValueError(
-            "`fun` must not change its arguments in place: under `autocast` the change "
-            "would be lost. (Return what is new.)"
-        )
+def _parts(tree: PyTree) -> list[Any]:
+    """The leaves of a tree, modules as leaves, states left out."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or _is_state(x))
+    return [leaf for leaf in leaves if not _is_state(leaf)]
 
 
-def _update_modules(old: PyTree, new: PyTree) -> None:
-    """Gives modules the variables that a call has changed in place."""
-    old = jax.tree.leaves(old, is_leaf=_is_module)
-    for module, updated in zip(
-        old, jax.tree.leaves(new, is_leaf=_is_module), strict=True
-    ):
-        if _is_module(module):
-            nnx = sys.modules["flax.nnx"]
-            nnx.update(module, nnx.state(updated))
+def _states_of(tree: PyTree) -> list[PyTree]:
+    modules = filter(_is_module, _parts(tree))
+    return [sys.modules["flax.nnx"].state(module) for module in modules]
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    pairs = zip(some, others, strict=False)
+    return len(some) == len(others) and all(one is other for one, other in pairs)

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from optax_lossscale._casting import Origin, Value, cast, declared
 from optax_lossscale._masking import context_of, evaluate
 from optax_lossscale._nested import Run, trace_body
 from optax_lossscale._operations import Policy
 from optax_lossscale._tree import is_floating
+from optax_lossscale._values import Origin, Value, cast, declared
 
 
 def custom_jvp(
@@ -26,37 +27,32 @@ def custom_jvp(
     policy: Policy,
     rounded: list[bool],
 ) -> list[Value]:
-    closed = equation.params["call_jaxpr"]
-    if not all(is_floating(variable.aval) for variable in equation.outvars):
-        return _as_written(equation, operands)
+    closed, variables = equation.params["call_jaxpr"], equation.invars
     policy = _policy_inside(closed.jaxpr, policy)
     program, origins = trace_body(run, closed, operands, policy, rounded)
-    is_low = [aval.dtype == policy.dtype for aval in program.out_avals]
-    differentiable = _differentiable(equation)
-
+    dtypes = [aval.dtype for aval in program.out_avals]
+    is_low = [dtype == policy.dtype for dtype in dtypes]
     call = jax.custom_jvp(core.jaxpr_as_fun(program))
 
-    @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        tangents = [tangents[i] for i in differentiable]
-        arrays = [*primals, *tangents]
+        places = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        arrays = [*primals, *(tangents[i] for i in places)]
 
         def pushforward(*arrays: Any) -> list[Any]:
-            function = _function_of(equation, arrays, differentiable)
-            primals = [arrays[i] for i in differentiable]
-            tangents = list(arrays[len(operands) :])
+            primals, tangents = arrays[: len(variables)], arrays[len(variables) :]
+            function = _function_of(equation, primals, places)
+            primals = tuple(primals[i] for i in places)
             outputs, out_tangents = jax.jvp(function, primals, tangents)
             return [*outputs, *out_tangents]
 
-        variables = [*equation.invars, *(equation.invars[i] for i in differentiable)]
-        traced = jax.make_jaxpr(pushforward)(*declared(variables, arrays))
+        as_written = declared([*variables, *(variables[i] for i in places)], arrays)
+        traced = jax.make_jaxpr(pushforward)(*as_written)
         # What the rule reads of its own result is the rounded one.
         values = run(traced, _computed(arrays), policy, [*is_low, *is_low])
-        outputs = [value.array for value in values]
-        dtypes = [aval.dtype for aval in program.out_avals]
-        outputs = [cast(x, d) for x, d in zip(outputs, dtypes * 2, strict=True)]
+        outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]
 
+    call.defjvp(rule, symbolic_zeros=True)
     with context_of(equation):
         outputs = call(*(operand.array for operand in operands))
     return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
@@ -69,28 +65,32 @@ def custom_vjp(
     policy: Policy,
     rounded: list[bool],
 ) -> list[Value]:
-    closed = equation.params["call_jaxpr"]
-    if not all(is_floating(variable.aval) for variable in equation.outvars):
-        return _as_written(equation, operands)
+    closed, variables = equation.params["call_jaxpr"], equation.invars
     policy = _policy_inside(closed.jaxpr, policy)
     program, origins = trace_body(run, closed, operands, policy, rounded)
     dtypes = [aval.dtype for aval in program.out_avals]
-    differentiable = _differentiable(equation)
-    structure, residual_vars = None, list[Any]()
-
+    in_dtypes = [jnp.result_type(operand.array) for operand in operands]
     call = jax.custom_vjp(core.jaxpr_as_fun(program))
+    places, structure, residual_vars = list[int](), None, list[Any]()
 
-    def forward(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal structure, residual_vars
+    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal places, residual_vars
+        arrays = [primal.value for primal in primals]
+        # Only what is differentiated: the rule may ask what is.
+        places = [
+            i
+            for i, primal in enumerate(primals)
+            if primal.perturbed and is_floating(variables[i].aval)
+        ]
 
         def with_residuals(*arrays: Any) -> list[Any]:
             nonlocal structure
-            function = _function_of(equation, arrays, differentiable)
-            outputs, pullback = jax.vjp(function, *(arrays[i] for i in differentiable))
+            function = _function_of(equation, arrays, places)
+            outputs, pullback = jax.vjp(function, *(arrays[i] for i in places))
             residuals, structure = jax.tree.flatten(pullback)
             return [*outputs, *residuals]
 
-        traced = jax.make_jaxpr(with_residuals)(*declared(equation.invars, arrays))
+        traced = jax.make_jaxpr(with_residuals)(*declared(variables, arrays))
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
         outputs = [value.array for value in run(traced, _computed(arrays), policy)]
         results = zip(outputs, dtypes, strict=False)
@@ -100,34 +100,28 @@ def custom_vjp(
         def pull(residuals: list[Any], cotangents: list[Any]) -> Any:
             return jax.tree.unflatten(structure, residuals)(cotangents)
 
+        cotangents = [
+            jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
+            for ct in cotangents
+        ]
         traced = jax.make_jaxpr(pull)(
             declared(residual_vars, residuals),
             declared(closed.jaxpr.outvars, cotangents),
         )
         inputs = _computed([*residuals, *cotangents])
-        grads: list[Any] = [None] * len(operands)
-        for i, value in zip(differentiable, run(traced, inputs, policy), strict=True):
-            grads[i] = cast(value.array, jnp.result_type(operands[i].array))
+        grads: list[Any] = [None] * len(variables)
+        for i, value in zip(places, run(traced, inputs, policy), strict=True):
+            grads[i] = cast(value.array, in_dtypes[i])
         return tuple(grads)
 
-    call.defvjp(forward, backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     with context_of(equation):
         outputs = call(*(operand.array for operand in operands))
     return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
 
 
-def _as_written(equation: Any, operands: Sequence[Value]) -> list[Value]:
-    arrays = [operand.array for operand in operands]
-    return _computed(evaluate(equation, declared(equation.invars, arrays)))
-
-
 def _computed(arrays: Sequence[Any]) -> list[Value]:
     return [Value(array, Origin.COMPUTED) for array in arrays]
-
-
-def _differentiable(equation: Any) -> list[int]:
-    """Which operands can be differentiated."""
-    return [i for i, atom in enumerate(equation.invars) if is_floating(atom.aval)]
 
 
 def _function_of(
@@ -136,7 +130,7 @@ def _function_of(
     """An operation as a function of some of its operands."""
 
     def function(*some: Any) -> list[Any]:
-        inputs = list(arrays[: len(equation.invars)])
+        inputs = list(arrays)
         for i, array in zip(places, some, strict=True):
             inputs[i] = array
         return list(evaluate(equation, inputs))
@@ -147,7 +141,7 @@ def _function_of(
 def _policy_inside(program: core.Jaxpr, policy: Policy) -> Policy:
     """What holds sensitive operations and has a rule of its own stays in float32."""
     is_sensitive = _holds(program, policy.full)
-    return policy._replace(widest=frozenset()) if is_sensitive else policy
+    return policy.without_narrowing() if is_sensitive else policy
 
 
 def _holds(program: core.Jaxpr, names: frozenset[str]) -> bool:

@@ -4,36 +4,46 @@ What goes nowhere but into products is rounded where it is made: it is then stor
 in half the bytes.
 """
 
+import contextvars
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_lossscale._casting import (
-    Origin,
-    Value,
-    argument,
-    as_operand,
-    cast,
+from optax_lossscale._choice import (
+    Choice,
     choose,
-    declared,
-    fits,
-    is_cast,
-    is_rounded,
-    origin_of,
     params_in,
+    policy_for,
     read_by_products,
-    variables_of,
     why_left_alone,
 )
 from optax_lossscale._custom_rules import custom_jvp, custom_vjp
 from optax_lossscale._masking import evaluate
 from optax_lossscale._nested import NESTED
 from optax_lossscale._operations import SENSITIVE, Policy
+from optax_lossscale._values import (
+    OF_ARGUMENTS,
+    Origin,
+    Value,
+    argument,
+    as_operand,
+    cast,
+    declared,
+    is_cast,
+    literal,
+    origin_of,
+    variables_of,
+)
 
+# What float32 computes from half precision is recomputed in the backward pass.
+RECOMPUTED = SENSITIVE | {"atan2", "div"}
+NOTE: contextvars.ContextVar[Callable[[Any, Choice | None], None]] = (
+    contextvars.ContextVar("note", default=lambda equation, choice: None)
+)
 CALLS = {**NESTED, "custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
 
@@ -64,43 +74,49 @@ def run(
         to_round |= variables_of(program.outvars, rounded)
 
     @functools.cache
-    def cast_variable(variable: core.Var, dtype: Any) -> Any:
+    def cast_once(variable: core.Var, dtype: Any) -> Any:
         return cast(values[variable].array, dtype)
 
     def read(atom: Any) -> Value:
-        if isinstance(atom, core.Literal):
-            is_held = fits(atom.val, policy.dtype)
-            return Value(atom.val, Origin.CONSTANT if is_held else Origin.COMPUTED)
-        return values[atom]
+        is_literal = isinstance(atom, core.Literal)
+        return literal(atom.val, policy.dtype) if is_literal else values[atom]
 
     def read_as(atom: Any, dtype: Any) -> Any:
+        value = read(atom)
         if not is_cast(atom):
-            return read(atom).array
-        literal = isinstance(atom, core.Literal)
-        return cast(atom.val, dtype) if literal else cast_variable(atom, dtype)
+            return value.array
+        # Arguments are cast anew for each that reads them: gradients that come back
+        # from several are then summed in float32.
+        is_once = (
+            not isinstance(atom, core.Literal) and value.origin not in OF_ARGUMENTS
+        )
+        return cast_once(atom, dtype) if is_once else cast(value.array, dtype)
 
     for equation in program.eqns:
-        name = equation.primitive.name
+        name, own = equation.primitive.name, policy_for(equation, policy)
         operands = [as_operand(read(x), x, equation) for x in equation.invars]
         flags = [variable in to_round for variable in equation.outvars]
-        if name in CALLS and not why_left_alone(equation, policy):
-            outputs = CALLS[name](run, equation, operands, policy, flags)
+        if name in CALLS and not why_left_alone(equation):
+            outputs = CALLS[name](run, equation, operands, own, flags)
         else:
-            dtype, reason = choose(equation, operands, policy)
-            policy.note(equation, dtype, reason)
-            if dtype is None and name in SENSITIVE:
+            choice = choose(equation, operands, own)
+            NOTE.get()(equation, choice)
+            if choice.dtype is None and name in RECOMPUTED:
                 results = _recomputed(equation, operands)
             else:
-                arrays = [read_as(x, dtype or x.aval.dtype) for x in equation.invars]
-                results = evaluate(equation, arrays, params_in(equation, dtype))
+                dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
+                arrays = list(map(read_as, equation.invars, dtypes))
+                results = evaluate(equation, arrays, params_in(equation, choice.dtype))
             origin = origin_of(equation, operands)
             outputs = [Value(array, origin) for array in results]
-            is_one = is_rounded(equation, operands, dtype, policy)
-            flags = [flag or is_one for flag in flags]
+            flags = [flag or choice.is_rounded for flag in flags]
         for variable, value, flag in zip(equation.outvars, outputs, flags, strict=True):
-            if flag and is_cast(variable):
-                value = Value(cast(value.array, policy.dtype), value.origin)
-            values[variable] = value
+            array, origin = value
+            if flag and is_cast(variable) and origin not in OF_ARGUMENTS:
+                array = cast(array, policy.dtype)
+            is_normalized = own is not policy and origin is Origin.COMPUTED
+            origin = Origin.NORMALIZED if is_normalized else origin
+            values[variable] = Value(array, origin)
     return [read(atom) for atom in program.outvars]
 
 

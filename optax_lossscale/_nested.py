@@ -10,17 +10,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._casting import (
-    Origin,
-    Value,
-    cast,
-    declared,
-    is_cast,
-    read_by_products,
-    scan_sizes,
-)
+from optax_lossscale._choice import read_by_products, scan_sizes
 from optax_lossscale._masking import context_of, evaluate
 from optax_lossscale._operations import Policy
+from optax_lossscale._values import Origin, Value, cast, declared, is_cast
 
 Run: TypeAlias = Callable[..., list[Value]]
 
@@ -87,11 +80,13 @@ def _scan(
     last = first + size
     rounded = [*[False] * size, *rounded[size:]]
     inside = read_by_products(closed.jaxpr, policy, rounded)
+    # Inputs are cast before the loop. Weights are not: cast at each step, their
+    # gradients are summed over the steps in float32.
     operands = [
         Value(cast(x.array, policy.dtype), x.origin)
-        if v in inside and is_cast(v)
+        if v in inside and is_cast(v) and i >= last
         else x
-        for x, v in zip(operands, closed.jaxpr.invars, strict=True)
+        for i, (x, v) in enumerate(zip(operands, closed.jaxpr.invars, strict=True))
     ]
     arrays = [operand.array for operand in operands]
     carry_vars = closed.jaxpr.outvars[:size]

@@ -11,7 +11,7 @@ Losses, norms and softmax are made of these, and so need no entries of their own
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,6 +50,11 @@ WIDEST = COMMUTES | _words(
     "logistic lt mul ne rem round scatter scatter-max scatter-min "
     "select_and_gather_add sign sin sort sqrt sub tanh top_k"
 )
+# Programs are not cast; what they are made of is.
+HOLD_PROGRAMS = _words(
+    "call checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 "
+    "scan shard_map while"
+)
 LEVELS = ("O0", "O1", "O2", "O3")
 
 # Some that have no primitive of their own, and what they are made of.
@@ -74,12 +79,15 @@ class Policy(NamedTuple):
     low: frozenset[str]
     full: frozenset[str]
     widest: frozenset[str]
-    note: Callable[[core.JaxprEqn, Any, str], None] = lambda *_: None
 
     @property
     def is_half(self) -> bool:
         """Whether parameters, and what is no product, are in the low dtype too."""
         return self.level in ("O2", "O3")
+
+    def without_narrowing(self) -> "Policy":
+        """The same, for what stays in float32, but for products."""
+        return self._replace(widest=frozenset())
 
 
 def make_policy(
@@ -107,7 +115,7 @@ def make_policy(
 
 
 def _low_dtype(dtype: Any) -> Any:
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`dtype` must be a floating dtype, got {dtype!r}.")
     dtype = jnp.dtype(dtype)
     if dtype.itemsize == 1:
@@ -125,14 +133,14 @@ def _low_dtype(dtype: Any) -> Any:
 
 
 def _names(setting: str, names: Sequence[str]) -> frozenset[str]:
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"`{setting}` must be a sequence of names, got {names!r}.")
     known = {
         primitive.name
         for primitive in vars(core.primitives).values()
         if isinstance(primitive, core.Primitive)
     }
-    known |= LOW | SENSITIVE | SUMS | WIDEST
+    known = (known | LOW | SENSITIVE | SUMS | WIDEST) - HOLD_PROGRAMS
     for name in names:
         if name not in known:
             raise ValueError(
@@ -144,5 +152,5 @@ def _names(setting: str, names: Sequence[str]) -> frozenset[str]:
 
 def _did_you_mean(name: str, known: Sequence[str] | set[str]) -> str:
     near = [MADE_OF[name]] if name in MADE_OF else []
-    near = near or difflib.get_close_matches(str(name), sorted(known), 1)
+    near = near or difflib.get_close_matches(str(name), sorted(known), 1, 0.76)
     return f" (Did you mean {near[0]!r}?)" if near else ""

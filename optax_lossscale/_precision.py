@@ -15,8 +15,10 @@ from optax_lossscale._tree import is_floating, wide_dtype, widen
 
 # A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
 _NORMALIZATION = re.compile(
-    r"(?i)(^|[^a-z0-9_])(\w*norm|\w*normali[sz]ation|bn|gn|ln)(_?\d+|_[a-z]|_out)?"
-    r"($|[^a-z0-9_])"
+    r"(?i)(?<![a-z0-9_])"
+    r"((\w*_)?(bn|gn|ln|norm|normali[sz]ation)"
+    r"|\w*(batch|group|instance|layer|rms)_?norm(ali[sz]ation)?)"
+    r"(_?\d+d?)?(_\w+)?(?![a-z0-9_])"
 )
 _CASTABLE = (jnp.float16, jnp.bfloat16, jnp.float32)
 
@@ -102,8 +104,8 @@ def master_weights(
     So after every step the parameter is the rounded master. In float16 alone an update
     of less than 2**-11 of its parameter is lost.
 
-    It goes around `loss_scaled` or inside it, alike. If parameters are changed by
-    anything else, the next update sets them back to the masters.
+    It goes around `loss_scaled` or inside it, alike. If half-precision parameters are
+    changed by anything else, the next update sets them back to the masters.
 
     Args:
       inner: Any Optax optimizer. It sees the masters and the gradients in float32.
@@ -145,10 +147,13 @@ def master_weights(
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError("`update` of `master_weights` needs `params`.")
-        master, inner_state = state
+        # What is no half may have been changed by others; its own value is the master.
+        master = jax.tree.map(
+            lambda p, m: p if p.dtype == m.dtype else m, params, state.master_params
+        )
         grads = jax.tree.map(lambda g: widen(g) if is_floating(g) else g, grads)
         updates, inner_state = optimizer.update(
-            grads, inner_state, master, **extra_args
+            grads, state.inner_state, master, **extra_args
         )
         moved = optax.apply_updates(master, updates)
         updates = jax.tree.map(_update_to, params, moved, updates)

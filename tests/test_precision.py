@@ -80,6 +80,15 @@ def test_normalization_is_known_by_its_class_in_equinox_and_nnx():
         ("bn2", True),
         ("ln_f", True),
         ("normalization", True),
+        ("LayerNorm2d_0", True),
+        ("ln_pre", True),
+        ("norm_layer", True),
+        ("layernorm_before", True),
+        ("conv_bn1", True),
+        ("q_norm", True),
+        ("PreNorm_0", False),
+        ("ConvNorm_0", False),
+        ("BNReLU_0", False),
         ("NormalizedMLP_0", False),
         ("lng", False),
         ("abnormal", False),
@@ -216,6 +225,17 @@ def test_float32_parameters_move_as_without_it():
 
 
 @pytest.mark.parametrize("is_outside", [True, False])
+def test_float32_parameters_that_others_changed_are_taken_as_they_are():
+    params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    tx = ols.master_weights(lenient(optax.adamw(0.1, weight_decay=0.5)))
+    state = tx.init(params)
+    params = {"half": params["half"], "full": 100 * params["full"]}
+    updates, state = tx.update(zeros, state, params)
+    np.testing.assert_allclose(updates["full"], -5.0)
+    np.testing.assert_allclose(state.master_params["full"], 95.0)
+
+
 def test_with_a_loss_scale_a_bad_step_changes_no_bit_of_anything(is_outside):
     if is_outside:
         tx = ols.master_weights(ols.loss_scaled(adam()))

@@ -1,0 +1,117 @@
+"""The values of a program that is evaluated with casts.
+
+An array may be narrower than the program declares. Where it comes from says in what the
+operations that read it may compute.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from optax_lossscale._operations import LOW, MOVES
+from optax_lossscale._tree import is_floating
+
+ADDS = ("add", "add_any")
+
+
+class Origin(enum.Enum):
+    """Where a value comes from, as far as it says in what it may be computed."""
+
+    COMPUTED = enum.auto()
+    PRODUCT = enum.auto()  # A result of the low list, perhaps moved.
+    ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
+    BIAS = enum.auto()  # The same of one axis, or broadcast.
+    NORMALIZED = enum.auto()  # At O2, what a normalization layer computes.
+    CONSTANT = enum.auto()  # A number in the range of the low dtype: widens nothing.
+
+
+OF_ARGUMENTS = (Origin.ARGUMENT, Origin.BIAS)
+
+
+class Value(NamedTuple):
+    """An array, perhaps narrower than the program says."""
+
+    array: Any
+    origin: Origin
+
+
+def argument(array: Any) -> Value:
+    """An argument, or a constant array, as a value."""
+    return Value(array, Origin.BIAS if jnp.ndim(array) < 2 else Origin.ARGUMENT)
+
+
+def literal(number: Any, dtype: Any) -> Value:
+    """A number as a value; one that over- or underflows in the low dtype widens."""
+    info, magnitude = jnp.finfo(dtype), float(np.abs(number))
+    in_range = float(info.tiny) <= magnitude <= float(info.max)
+    is_special = magnitude == 0 or not magnitude < float("inf")
+    is_held = in_range or is_special
+    return Value(number, Origin.CONSTANT if is_held else Origin.COMPUTED)
+
+
+def as_operand(value: Value, atom: Any, equation: Any) -> Value:
+    """A value as an operand: an argument that is broadcast is a bias."""
+    is_argument = value.origin is Origin.ARGUMENT and equation.primitive.name in ADDS
+    if is_argument and atom.aval.size < equation.outvars[0].aval.size:
+        return Value(value.array, Origin.BIAS)
+    return value
+
+
+def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
+    """Where a result comes from."""
+    name, origins = equation.primitive.name, {x.origin for x in operands}
+    if name in LOW:
+        return Origin.PRODUCT
+    sum_of_products = {Origin.PRODUCT, Origin.BIAS, Origin.CONSTANT}
+    if name in ADDS and {Origin.PRODUCT} <= origins <= sum_of_products:
+        return Origin.PRODUCT
+    if name == "convert_element_type" and origins == {Origin.CONSTANT}:
+        return Origin.CONSTANT
+    is_float = [is_floating(atom.aval) for atom in equation.invars]
+    if sum(is_float) != 1 or name not in MOVES | {"convert_element_type"}:
+        return Origin.COMPUTED
+    place, new = is_float.index(True), equation.outvars[0].aval
+    origin, old = operands[place].origin, equation.invars[place].aval
+    is_spread = new.size > old.size or new.ndim > old.ndim or new.ndim < 2
+    return Origin.BIAS if origin is Origin.ARGUMENT and is_spread else origin
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """An array in a dtype."""
+    same = jnp.result_type(array) == dtype
+    return array if same else lax.convert_element_type(array, dtype)
+
+
+def is_cast(atom: Any) -> bool:
+    """Whether a value is declared as float32, so that it may be narrower."""
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)
+    return is_array and atom.aval.dtype == jnp.float32
+
+
+def declared(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Arrays in the dtypes that the program declares."""
+    return [
+        cast(x, atom.aval.dtype) if is_cast(atom) else x
+        for atom, x in zip(atoms, arrays, strict=True)
+    ]
+
+
+def is_move(equation: Any) -> bool:
+    """Whether an operation moves float32 values, and does not change them."""
+    name = equation.primitive.name
+    atoms = [*equation.invars, *equation.outvars]
+    # From float32 to float32: `x.astype(jnp.float32)` after a product vanishes.
+    is_cast_to_itself = name == "convert_element_type" and all(map(is_cast, atoms))
+    return name in MOVES or is_cast_to_itself
+
+
+def variables_of(atoms: Sequence[Any], flags: Sequence[bool]) -> set[core.Var]:
+    """The variables among some operands or results of which a flag is set."""
+    pairs = zip(atoms, flags, strict=True)
+    return {x for x, flag in pairs if flag and isinstance(x, core.Var)}
