@@ -14,25 +14,21 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from optax_lossscale._masking import context_of, evaluate
-from optax_lossscale._nested import Run, trace_body
+from optax_lossscale._nested import Call, computed
 from optax_lossscale._operations import Policy
 from optax_lossscale._tree import is_floating
-from optax_lossscale._values import Origin, Value, cast, declared
+from optax_lossscale._values import Value, cast, declared
 
 
-def custom_jvp(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    closed, variables = equation.params["call_jaxpr"], equation.invars
-    policy = _policy_inside(closed.jaxpr, policy)
-    program, origins = trace_body(run, closed, operands, policy, rounded)
+def custom_jvp(call: Call) -> list[Value]:
+    """A call of a `jax.custom_jvp` function."""
+    closed, equation = call.params["call_jaxpr"], call.equation
+    call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
+    program, origins = call.trace(closed)
+    run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
     is_low = [dtype == policy.dtype for dtype in dtypes]
-    call = jax.custom_jvp(core.jaxpr_as_fun(program))
+    function = jax.custom_jvp(core.jaxpr_as_fun(program))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         places = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -40,37 +36,32 @@ def custom_jvp(
 
         def pushforward(*arrays: Any) -> list[Any]:
             primals, tangents = arrays[: len(variables)], arrays[len(variables) :]
-            function = _function_of(equation, primals, places)
+            as_written = _function_of(equation, primals, places)
             primals = tuple(primals[i] for i in places)
-            outputs, out_tangents = jax.jvp(function, primals, tangents)
+            outputs, out_tangents = jax.jvp(as_written, primals, tangents)
             return [*outputs, *out_tangents]
 
-        as_written = declared([*variables, *(variables[i] for i in places)], arrays)
-        traced = jax.make_jaxpr(pushforward)(*as_written)
+        atoms = [*variables, *(variables[i] for i in places)]
+        traced = jax.make_jaxpr(pushforward)(*declared(atoms, arrays))
         # What the rule reads of its own result is the rounded one.
-        values = run(traced, _computed(arrays), policy, [*is_low, *is_low])
+        values = run(traced, computed(arrays), policy, [*is_low, *is_low])
         outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]
 
-    call.defjvp(rule, symbolic_zeros=True)
+    function.defjvp(rule, symbolic_zeros=True)
     with context_of(equation):
-        outputs = call(*(operand.array for operand in operands))
-    return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
+        return list(map(Value, function(*call.arrays), origins))
 
 
-def custom_vjp(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    closed, variables = equation.params["call_jaxpr"], equation.invars
-    policy = _policy_inside(closed.jaxpr, policy)
-    program, origins = trace_body(run, closed, operands, policy, rounded)
+def custom_vjp(call: Call) -> list[Value]:
+    """A call of a `jax.custom_vjp` function."""
+    closed, equation = call.params["call_jaxpr"], call.equation
+    call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
+    program, origins = call.trace(closed)
+    run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
-    in_dtypes = [jnp.result_type(operand.array) for operand in operands]
-    call = jax.custom_vjp(core.jaxpr_as_fun(program))
+    in_dtypes = [jnp.result_type(array) for array in call.arrays]
+    function = jax.custom_vjp(core.jaxpr_as_fun(program))
     places, structure, residual_vars = list[int](), None, list[Any]()
 
     def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
@@ -85,14 +76,14 @@ def custom_vjp(
 
         def with_residuals(*arrays: Any) -> list[Any]:
             nonlocal structure
-            function = _function_of(equation, arrays, places)
-            outputs, pullback = jax.vjp(function, *(arrays[i] for i in places))
+            as_written = _function_of(equation, arrays, places)
+            outputs, pullback = jax.vjp(as_written, *(arrays[i] for i in places))
             residuals, structure = jax.tree.flatten(pullback)
             return [*outputs, *residuals]
 
         traced = jax.make_jaxpr(with_residuals)(*declared(variables, arrays))
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
-        outputs = [value.array for value in run(traced, _computed(arrays), policy)]
+        outputs = [value.array for value in run(traced, computed(arrays), policy)]
         results = zip(outputs, dtypes, strict=False)
         return [cast(x, dtype) for x, dtype in results], outputs[len(dtypes) :]
 
@@ -108,20 +99,15 @@ def custom_vjp(
             declared(residual_vars, residuals),
             declared(closed.jaxpr.outvars, cotangents),
         )
-        inputs = _computed([*residuals, *cotangents])
+        inputs = computed([*residuals, *cotangents])
         grads: list[Any] = [None] * len(variables)
         for i, value in zip(places, run(traced, inputs, policy), strict=True):
             grads[i] = cast(value.array, in_dtypes[i])
         return tuple(grads)
 
-    call.defvjp(forward, backward, symbolic_zeros=True)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     with context_of(equation):
-        outputs = call(*(operand.array for operand in operands))
-    return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
-
-
-def _computed(arrays: Sequence[Any]) -> list[Value]:
-    return [Value(array, Origin.COMPUTED) for array in arrays]
+        return list(map(Value, function(*call.arrays), origins))
 
 
 def _function_of(

@@ -23,7 +23,7 @@ from optax_lossscale._choice import (
 )
 from optax_lossscale._custom_rules import custom_jvp, custom_vjp
 from optax_lossscale._masking import evaluate
-from optax_lossscale._nested import NESTED
+from optax_lossscale._nested import NESTED, Call
 from optax_lossscale._operations import SENSITIVE, Policy
 from optax_lossscale._values import (
     OF_ARGUMENTS,
@@ -97,7 +97,7 @@ def run(
         operands = [as_operand(read(x), x, equation) for x in equation.invars]
         flags = [variable in to_round for variable in equation.outvars]
         if name in CALLS and not why_left_alone(equation):
-            outputs = CALLS[name](run, equation, operands, own, flags)
+            outputs = CALLS[name](Call(run, equation, operands, own, flags))
         else:
             choice = choose(equation, operands, own)
             NOTE.get()(equation, choice)

@@ -4,7 +4,7 @@ Whatever is carried around a loop, or comes out of a branch, keeps its declared 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -15,191 +15,161 @@ from optax_lossscale._masking import context_of, evaluate
 from optax_lossscale._operations import Policy
 from optax_lossscale._values import Origin, Value, cast, declared, is_cast
 
-Run: TypeAlias = Callable[..., list[Value]]
+
+class Call(NamedTuple):
+    """An operation that holds programs, and what they are evaluated with."""
+
+    run: Callable[..., list[Value]]
+    equation: Any
+    operands: list[Value]
+    policy: Policy
+    rounded: list[bool]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The operation's parameters."""
+        params: dict[str, Any] = self.equation.params
+        return params
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The operands' arrays."""
+        return [operand.array for operand in self.operands]
+
+    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
+        """The evaluated program, and where its outputs come from."""
+        origins: list[Origin] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            inputs = values_like(self.operands, arrays)
+            outputs = self.run(closed, inputs, self.policy, self.rounded)
+            origins.extend(output.origin for output in outputs)
+            return [output.array for output in outputs]
+
+        return jax.make_jaxpr(body)(*self.arrays), origins
+
+    def run_declared(
+        self, closed: core.ClosedJaxpr, inputs: Sequence[Value]
+    ) -> list[Any]:
+        """A program's results, in their declared dtypes."""
+        outputs = [x.array for x in self.run(closed, inputs, self.policy)]
+        return declared(closed.jaxpr.outvars, outputs)
 
 
-def trace_body(
-    run: Run,
-    closed: core.ClosedJaxpr,
-    operands: Sequence[Value],
-    policy: Policy,
-    rounded: Sequence[bool] = (),
-) -> tuple[core.ClosedJaxpr, list[Origin]]:
-    """The evaluated program, and where its outputs come from."""
-    origins: list[Origin] = []
-
-    def body(*arrays: Any) -> list[Any]:
-        inputs = [Value(x, o.origin) for x, o in zip(arrays, operands, strict=True)]
-        outputs = run(closed, inputs, policy, rounded)
-        origins.extend(output.origin for output in outputs)
-        return [output.array for output in outputs]
-
-    return jax.make_jaxpr(body)(*(operand.array for operand in operands)), origins
+def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """Other arrays from where the operands come from."""
+    pairs = zip(arrays, operands, strict=True)
+    return [Value(array, operand.origin) for array, operand in pairs]
 
 
-def _jit(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    program, origins = trace_body(
-        run, equation.params["jaxpr"], operands, policy, rounded
-    )
-    arrays = [operand.array for operand in operands]
-    outputs = evaluate(equation, arrays, {**equation.params, "jaxpr": program})
-    return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
+def computed(arrays: Sequence[Any]) -> list[Value]:
+    """Arrays as values that are computed."""
+    return [Value(array, Origin.COMPUTED) for array in arrays]
 
 
-def _remat(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    closed = core.ClosedJaxpr(equation.params["jaxpr"], ())
-    program, origins = trace_body(run, closed, operands, policy, rounded)
+def _jit(call: Call) -> list[Value]:
+    program, origins = call.trace(call.params["jaxpr"])
+    params = {**call.params, "jaxpr": program}
+    return list(map(Value, evaluate(call.equation, call.arrays, params), origins))
+
+
+def _remat(call: Call) -> list[Value]:
+    program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
-    arrays = [*program.consts, *(operand.array for operand in operands)]
-    outputs = evaluate(equation, arrays, {**equation.params, "jaxpr": body})
-    return [Value(x, origin) for x, origin in zip(outputs, origins, strict=True)]
+    arrays, params = [*program.consts, *call.arrays], {**call.params, "jaxpr": body}
+    return list(map(Value, evaluate(call.equation, arrays, params), origins))
 
 
-def _scan(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    params, closed = equation.params, equation.params["jaxpr"]
+def _closed_call(call: Call) -> list[Value]:
+    closed = call.params["call_jaxpr"]
+    return call.run(closed, call.operands, call.policy, call.rounded)
+
+
+def _scan(call: Call) -> list[Value]:
+    params, closed = call.params, call.params["jaxpr"]
     first, size = scan_sizes(params)
-    last = first + size
-    rounded = [*[False] * size, *rounded[size:]]
-    inside = read_by_products(closed.jaxpr, policy, rounded)
+    constants, carried = call.operands[:first], call.operands[first : first + size]
+    rounded = [*[False] * size, *call.rounded[size:]]
+    inside = read_by_products(closed.jaxpr, call.policy, rounded)
     # Inputs are cast before the loop. Weights are not: cast at each step, their
     # gradients are summed over the steps in float32.
-    operands = [
-        Value(cast(x.array, policy.dtype), x.origin)
-        if v in inside and is_cast(v) and i >= last
+    places = slice(first + size, None)
+    given = [
+        Value(cast(x.array, call.policy.dtype), x.origin)
+        if v in inside and is_cast(v)
         else x
-        for i, (x, v) in enumerate(zip(operands, closed.jaxpr.invars, strict=True))
+        for x, v in zip(call.operands[places], closed.jaxpr.invars[places], strict=True)
     ]
-    arrays = [operand.array for operand in operands]
-    carry_vars = closed.jaxpr.outvars[:size]
+    variables = closed.jaxpr.outvars[:size]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [
-            *operands[:first],
-            *(Value(x, Origin.COMPUTED) for x in carry),
-            *(Value(x, o.origin) for x, o in zip(xs, operands[last:], strict=True)),
-        ]
-        outputs = [x.array for x in run(closed, inputs, policy, rounded)]
-        return declared(carry_vars, outputs[:size]), outputs[size:]
+        inputs = [*constants, *computed(carry), *values_like(given, xs)]
+        outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
+        return declared(variables, outputs[:size]), outputs[size:]
 
-    with context_of(equation):
+    with context_of(call.equation):
         carry, ys = lax.scan(
             body,
-            declared(carry_vars, arrays[first:last]),
-            arrays[last:],
+            declared(variables, [x.array for x in carried]),
+            [x.array for x in given],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-    return [Value(x, Origin.COMPUTED) for x in (*carry, *ys)]
+    return computed([*carry, *ys])
 
 
-def _while(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    params = equation.params
+def _while(call: Call) -> list[Value]:
+    params, operands = call.params, call.operands
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    first, last = (
-        params["cond_nconsts"],
-        params["cond_nconsts"] + params["body_nconsts"],
-    )
+    first = params["cond_nconsts"]
+    last = first + params["body_nconsts"]
 
     def apply(closed: Any, constants: list[Value], carry: list[Any]) -> list[Any]:
-        inputs = [*constants, *(Value(x, Origin.COMPUTED) for x in carry)]
-        outputs = [x.array for x in run(closed, inputs, policy)]
-        return declared(closed.jaxpr.outvars, outputs)
+        return call.run_declared(closed, [*constants, *computed(carry)])
 
-    with context_of(equation):
+    with context_of(call.equation):
         carry = lax.while_loop(
             lambda carry: apply(test, operands[:first], carry)[0],
             lambda carry: apply(body, operands[first:last], carry),
-            declared(body.jaxpr.outvars, [x.array for x in operands[last:]]),
+            declared(body.jaxpr.outvars, call.arrays[last:]),
         )
-    return [Value(x, Origin.COMPUTED) for x in carry]
+    return computed(carry)
 
 
-def _cond(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
+def _cond(call: Call) -> list[Value]:
     def branch(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
         def apply(*arrays: Any) -> list[Any]:
-            inputs = [
-                Value(x, o.origin) for x, o in zip(arrays, operands[1:], strict=True)
-            ]
-            outputs = [x.array for x in run(closed, inputs, policy)]
-            return declared(closed.jaxpr.outvars, outputs)
+            return call.run_declared(closed, values_like(call.operands[1:], arrays))
 
         return apply
 
-    index, *arrays = (operand.array for operand in operands)
-    with context_of(equation):
-        branches = [branch(closed) for closed in equation.params["branches"]]
-        outputs = lax.switch(index, branches, *arrays)
-    return [Value(x, Origin.COMPUTED) for x in outputs]
+    index, *arrays = call.arrays
+    with context_of(call.equation):
+        branches = list(map(branch, call.params["branches"]))
+        return computed(lax.switch(index, branches, *arrays))
 
 
-def _closed_call(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    return run(equation.params["call_jaxpr"], operands, policy, rounded)
-
-
-def _shard_map(
-    run: Run,
-    equation: Any,
-    operands: list[Value],
-    policy: Policy,
-    rounded: list[bool],
-) -> list[Value]:
-    params = equation.params
-    closed = core.ClosedJaxpr(params["jaxpr"], ())
+def _shard_map(call: Call) -> list[Value]:
+    params, closed = call.params, core.ClosedJaxpr(call.params["jaxpr"], ())
     # In JAX 0.7 `manual_axes`, later `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
 
     def body(*arrays: Any) -> list[Any]:
-        inputs = [Value(x, o.origin) for x, o in zip(arrays, operands, strict=True)]
-        return [x.array for x in run(closed, inputs, policy)]
+        inputs = values_like(call.operands, arrays)
+        return [x.array for x in call.run(closed, inputs, call.policy)]
 
-    with context_of(equation):
-        outputs = jax.shard_map(
+    with context_of(call.equation):
+        mapped = jax.shard_map(
             body,
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),
             axis_names=set(manual),
             check_vma=params["check_vma"],
-        )(*(operand.array for operand in operands))
-    return [Value(x, Origin.COMPUTED) for x in outputs]
+        )
+        return computed(mapped(*call.arrays))
 
 
 NESTED = {
