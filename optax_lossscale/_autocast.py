@@ -33,19 +33,20 @@ def autocast(
 
     The function is traced, and each operation cast by what it is:
 
-        product of matrices, convolution     dtype; what adds a bias to it, too
+        product of matrices, convolution     dtype
         exponential, logarithm, power, sum   float32: so are norms, softmax and losses
         other elementwise, comparison        the widest of its operands
         all others                           as they are written
 
-    A Python number widens nothing, unless it is out of the dtype's range: `x + 1e-9` is
-    in float32. Quotients and gathers of low operands are computed in float32 and then
-    rounded, as their derivatives overflow or lose terms in float16; the gradient of a
-    parameter that is used several times, in a loop or out of it, is summed in float32.
-    Functions with derivative rules of their own keep them. float64, complex,
-    integer, bool and key arrays pass through. Loops carry, and branches give, what they
-    did; results have the dtypes that they have without it. Nothing is scaled here: in
-    float16, `loss_scaled` does that.
+    An argument of one axis that is added to a product is its bias, and the sum has the
+    product's dtype. A Python number widens nothing, unless it is out of the dtype's
+    range: `x + 1e-9` is in float32. Quotients and gathers are computed in float32 and
+    then rounded, as their derivatives overflow or lose terms in float16. The gradient
+    of a float32 parameter that is used several times, and of all that a loop reads at
+    each step, is summed in float32. Functions with derivative rules of their own keep
+    them. float64, complex, integer, bool and key arrays pass through. Loops carry, and
+    branches give, what they did; results have the dtypes that they have without it.
+    Nothing is scaled here: in float16, `loss_scaled` does that.
 
     | level | |
     |---|---|

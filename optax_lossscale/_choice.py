@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._masking import evaluate
-from optax_lossscale._operations import COMMUTES, LOW, Policy
+from optax_lossscale._operations import COMMUTES, LOW, MOVES, Policy
 from optax_lossscale._precision import is_normalization
 from optax_lossscale._tree import is_floating
 from optax_lossscale._values import (
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
     """What an operation computes in."""
-    name, params = equation.primitive.name, equation.params
+    name, origins = equation.primitive.name, {x.origin for x in operands}
     floats = [
         x for x, atom in zip(operands, equation.invars, strict=True) if is_cast(atom)
     ]
@@ -59,29 +59,37 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
     widths = [_width(x, policy) for x in counts]
     is_low_meant = policy.dtype in widths
     if name in policy.full:
-        # The cube in gelu is rounded, or all that follows were in float32.
-        is_cube = name == "integer_pow" and params["y"] == 3
-        return Choice(None, "float32 list", is_cube and is_low_meant)
+        return Choice(None, "float32 list")
     if name not in policy.widest or _has_own_update(equation):
         return Choice(None, "not on a list")
     if not counts:
         return Choice(None, "constants")
     if name == "div" and operands[0].origin is Origin.CONSTANT and not policy.is_half:
         return Choice(None, "a reciprocal")
-    # At O2 and O3 what is low makes its results so; but not a scalar, perhaps a loss.
+    if policy.is_half and name in MOVES and origins <= {*OF_ARGUMENTS}:
+        return Choice(None, "moves an argument, which is cast where it is read")
+    # At O2 and O3 what is low makes its results so; but not a scalar, perhaps a loss,
+    # and not a mask of -1e9, or a row of nothing else were NaN.
     is_rounded = policy.is_half and is_low_meant and equation.outvars[0].aval.size > 1
+    is_rounded &= Origin.LARGE not in origins
     widest = max(widths, key=lambda dtype: dtype.itemsize)
     if _needs_float32(equation, operands):
         is_rounded |= widest == policy.dtype
         return Choice(None, "float32, as is its derivative", is_rounded)
-    if name in ADDS and {x.origin for x in operands} == {Origin.PRODUCT, Origin.BIAS}:
+    if name in ADDS and origins == {Origin.PRODUCT, Origin.BIAS}:
         return Choice(None, "a bias, summed in float32", True)
+    if name in ADDS and Origin.SMALL_CUBE in origins and is_low_meant:
+        # The rest of gelu shall not be in float32; the derivative of its cube must be,
+        # or it overflows from 148 on, and 0 times infinity is NaN.
+        return Choice(None, "a polynomial, then rounded", True)
     return Choice(widest, "widest of its operands", is_rounded)
 
 
 def _width(value: Value, policy: Policy) -> Any:
     """The dtype that an operand counts as; arguments, at O2 and O3, as the low one."""
-    counts_low = policy.is_half and value.origin in (*OF_ARGUMENTS, Origin.NORMALIZED)
+    is_lowered = policy.is_half and jnp.size(value.array) > 1
+    counts_low = is_lowered and value.origin in (*OF_ARGUMENTS, Origin.NORMALIZED)
+    counts_low |= value.origin is Origin.HELD
     return policy.dtype if counts_low else jnp.dtype(jnp.result_type(value.array))
 
 
@@ -94,7 +102,7 @@ def _needs_float32(equation: Any, operands: Sequence[Value]) -> bool:
     name = equation.primitive.name
     if name == "div":
         return operands[1].origin is not Origin.CONSTANT
-    return name in ("atan2", "gather")
+    return name in ("atan2", "dynamic_slice", "gather")
 
 
 def _has_own_update(equation: Any) -> bool:

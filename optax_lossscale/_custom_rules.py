@@ -62,10 +62,8 @@ def custom_vjp(call: Call) -> list[Value]:
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
     function = jax.custom_vjp(core.jaxpr_as_fun(program))
-    places, structure, residual_vars = list[int](), None, list[Any]()
 
-    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal places, residual_vars
+    def forward(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
         arrays = [primal.value for primal in primals]
         # Only what is differentiated: the rule may ask what is.
         places = [
@@ -73,6 +71,7 @@ def custom_vjp(call: Call) -> list[Value]:
             for i, primal in enumerate(primals)
             if primal.perturbed and is_floating(variables[i].aval)
         ]
+        structure = None
 
         def with_residuals(*arrays: Any) -> list[Any]:
             nonlocal structure
@@ -83,27 +82,34 @@ def custom_vjp(call: Call) -> list[Value]:
 
         traced = jax.make_jaxpr(with_residuals)(*declared(variables, arrays))
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
+
+        def backward(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            def pull(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
+                return jax.tree.unflatten(structure, residuals)(cotangents)
+
+            traced = jax.make_jaxpr(pull)(
+                declared(residual_vars, residuals),
+                declared(closed.jaxpr.outvars, cotangents),
+            )
+            inputs = computed([*residuals, *cotangents])
+            grads: list[Any] = [None] * len(variables)
+            for i, value in zip(places, run(traced, inputs, policy), strict=True):
+                grads[i] = cast(value.array, in_dtypes[i])
+            return grads
+
         outputs = [value.array for value in run(traced, computed(arrays), policy)]
         results = zip(outputs, dtypes, strict=False)
-        return [cast(x, dtype) for x, dtype in results], outputs[len(dtypes) :]
+        # What `backward` knows goes with the residuals: JAX may call `forward` again,
+        # for other operands to be differentiated, before it calls `backward`.
+        residuals = jax.tree_util.Partial(backward, *outputs[len(dtypes) :])
+        return [cast(x, dtype) for x, dtype in results], residuals
 
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        def pull(residuals: list[Any], cotangents: list[Any]) -> Any:
-            return jax.tree.unflatten(structure, residuals)(cotangents)
-
+    def backward(residuals: jax.tree_util.Partial, cotangents: Any) -> tuple[Any, ...]:
         cotangents = [
             jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
         ]
-        traced = jax.make_jaxpr(pull)(
-            declared(residual_vars, residuals),
-            declared(closed.jaxpr.outvars, cotangents),
-        )
-        inputs = computed([*residuals, *cotangents])
-        grads: list[Any] = [None] * len(variables)
-        for i, value in zip(places, run(traced, inputs, policy), strict=True):
-            grads[i] = cast(value.array, in_dtypes[i])
-        return tuple(grads)
+        return tuple(residuals.func(residuals.args, cotangents))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     with context_of(equation):

@@ -39,6 +39,7 @@ from optax_lossscale._values import (
     variables_of,
 )
 
+OFTEN_READ = (*OF_ARGUMENTS, Origin.HELD)
 # What float32 computes from half precision is recomputed in the backward pass.
 RECOMPUTED = SENSITIVE | {"atan2", "div"}
 NOTE: contextvars.ContextVar[Callable[[Any, Choice | None], None]] = (
@@ -87,9 +88,7 @@ def run(
             return value.array
         # Arguments are cast anew for each that reads them: gradients that come back
         # from several are then summed in float32.
-        is_once = (
-            not isinstance(atom, core.Literal) and value.origin not in OF_ARGUMENTS
-        )
+        is_once = not isinstance(atom, core.Literal) and value.origin not in OFTEN_READ
         return cast_once(atom, dtype) if is_once else cast(value.array, dtype)
 
     for equation in program.eqns:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -14,6 +15,8 @@ from optax_lossscale._choice import read_by_products, scan_sizes
 from optax_lossscale._masking import context_of, evaluate
 from optax_lossscale._operations import Policy
 from optax_lossscale._values import Origin, Value, cast, declared, is_cast
+
+HALVES = (jnp.float16, jnp.bfloat16)
 
 
 class Call(NamedTuple):
@@ -92,8 +95,10 @@ def _scan(call: Call) -> list[Value]:
     constants, carried = call.operands[:first], call.operands[first : first + size]
     rounded = [*[False] * size, *call.rounded[size:]]
     inside = read_by_products(closed.jaxpr, call.policy, rounded)
-    # Inputs are cast before the loop. Weights are not: cast at each step, their
-    # gradients are summed over the steps in float32.
+    # Inputs are cast before the loop. What all steps read is not: cast at each step,
+    # its gradient is summed over the steps in float32.
+    constants = [_held(x) for x in constants]
+    halves = [v.aval.dtype in HALVES for v in closed.jaxpr.invars[:first]]
     places = slice(first + size, None)
     given = [
         Value(cast(x.array, call.policy.dtype), x.origin)
@@ -104,7 +109,13 @@ def _scan(call: Call) -> list[Value]:
     variables = closed.jaxpr.outvars[:size]
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        inputs = [*constants, *computed(carry), *values_like(given, xs)]
+        read = [
+            Value(cast(x.array, v.aval.dtype), x.origin) if is_half else x
+            for x, v, is_half in zip(
+                constants, closed.jaxpr.invars[:first], halves, strict=True
+            )
+        ]
+        inputs = [*read, *computed(carry), *values_like(given, xs)]
         outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
         return declared(variables, outputs[:size]), outputs[size:]
 
@@ -118,6 +129,13 @@ def _scan(call: Call) -> list[Value]:
             unroll=params["unroll"],
         )
     return computed([*carry, *ys])
+
+
+def _held(value: Value) -> Value:
+    """What a loop reads at each step: in float32 if it is in half precision."""
+    if getattr(value.array, "dtype", None) not in HALVES:
+        return value
+    return Value(cast(value.array, jnp.float32), Origin.HELD)
 
 
 def _while(call: Call) -> list[Value]:

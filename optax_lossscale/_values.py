@@ -26,7 +26,11 @@ class Origin(enum.Enum):
     COMPUTED = enum.auto()
     PRODUCT = enum.auto()  # A result of the low list, perhaps moved.
     ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
-    BIAS = enum.auto()  # The same of one axis, or broadcast.
+    BIAS = enum.auto()  # The same, of one axis: added to a product, its bias.
+    HELD = enum.auto()  # A low value that a loop reads, in float32: see `_nested`.
+    CUBE = enum.auto()  # A third power.
+    SMALL_CUBE = enum.auto()  # The same times a small number, as in gelu.
+    LARGE = enum.auto()  # A number that overflows in the low dtype, perhaps moved.
     NORMALIZED = enum.auto()  # At O2, what a normalization layer computes.
     CONSTANT = enum.auto()  # A number in the range of the low dtype: widens nothing.
 
@@ -43,24 +47,28 @@ class Value(NamedTuple):
 
 def argument(array: Any) -> Value:
     """An argument, or a constant array, as a value."""
-    return Value(array, Origin.BIAS if jnp.ndim(array) < 2 else Origin.ARGUMENT)
+    return Value(array, Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT)
 
 
 def literal(number: Any, dtype: Any) -> Value:
     """A number as a value; one that over- or underflows in the low dtype widens."""
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
-    in_range = float(info.tiny) <= magnitude <= float(info.max)
-    is_special = magnitude == 0 or not magnitude < float("inf")
-    is_held = in_range or is_special
-    return Value(number, Origin.CONSTANT if is_held else Origin.COMPUTED)
+    if float(info.max) < magnitude < float("inf"):
+        return Value(number, Origin.LARGE)
+    is_small = 0 < magnitude < float(info.tiny)
+    return Value(number, Origin.COMPUTED if is_small else Origin.CONSTANT)
 
 
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
-    """A value as an operand: an argument that is broadcast is a bias."""
+    """A value as an operand: an argument of one axis that is broadcast is a bias."""
     is_argument = value.origin is Origin.ARGUMENT and equation.primitive.name in ADDS
-    if is_argument and atom.aval.size < equation.outvars[0].aval.size:
+    if is_argument and _is_row(atom.aval) and atom.aval != equation.outvars[0].aval:
         return Value(value.array, Origin.BIAS)
     return value
+
+
+def _is_row(aval: Any) -> bool:
+    return bool(aval.ndim > 0 and sum(size > 1 for size in aval.shape) <= 1)
 
 
 def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
@@ -73,13 +81,21 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
         return Origin.PRODUCT
     if name == "convert_element_type" and origins == {Origin.CONSTANT}:
         return Origin.CONSTANT
+    if name == "integer_pow" and equation.params["y"] == 3:
+        return Origin.CUBE
+    if name == "mul" and origins == {Origin.CUBE, Origin.CONSTANT}:
+        numbers = [x.array for x in operands if x.origin is Origin.CONSTANT]
+        is_small = all(np.ndim(x) == 0 and abs(float(x)) < 0.1 for x in numbers)
+        return Origin.SMALL_CUBE if is_small else Origin.COMPUTED
+    if name in MOVES | {"mul"} and Origin.LARGE in origins:
+        return Origin.LARGE
     is_float = [is_floating(atom.aval) for atom in equation.invars]
     if sum(is_float) != 1 or name not in MOVES | {"convert_element_type"}:
         return Origin.COMPUTED
-    place, new = is_float.index(True), equation.outvars[0].aval
-    origin, old = operands[place].origin, equation.invars[place].aval
-    is_spread = new.size > old.size or new.ndim > old.ndim or new.ndim < 2
-    return Origin.BIAS if origin is Origin.ARGUMENT and is_spread else origin
+    origin, new = operands[is_float.index(True)].origin, equation.outvars[0].aval
+    old = equation.invars[is_float.index(True)].aval
+    is_row = new.ndim == 1 or (_is_row(old) and new.size > old.size)
+    return Origin.BIAS if origin is Origin.ARGUMENT and is_row else origin
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -961,3 +961,129 @@ def test_the_report_is_of_what_runs(capsys):
     assert report(ols.autocast(jax.vmap(lambda v: W @ v)), X) == ["float16"]
     ols.autocast_report(jax.jit(ols.autocast(dot_loss, level="O0")), W, X)
     assert "level O0" in capsys.readouterr().out
+
+
+# What a second reader found.
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_a_layer_with_a_rule_is_used_twice_with_other_things_differentiated(wrap):
+    data = jax.random.normal(jax.random.key(1), (8, 4))
+    layer = wrap(ols.autocast(lambda x, w: own_layer(w, x)))
+
+    def fun(first, second, layer=layer):
+        return jnp.mean(layer(layer(data, first), second) ** 2)
+
+    def plain(first, second):
+        return fun(first, second, lambda x, w: x @ w)
+
+    weights = W, W.T
+    grads = jax.grad(fun, (0, 1))(*weights)
+    assert_close(grads, jax.grad(plain, (0, 1))(*weights), 2e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
+def test_a_row_that_is_masked_altogether_is_uniform(level, dtype, low):
+    mask = jnp.arange(4)[:, None] < jnp.asarray([[4], [4], [4], [0]])[:, 0][None]
+
+    def attend(scores):
+        return jax.nn.softmax(scores, axis=0)
+
+    def by_where(w, x):
+        return attend(jnp.where(mask, w @ x.T @ x, low))
+
+    def by_sum(w, x):
+        return attend(w @ x.T @ x + jnp.where(mask, 0.0, low))
+
+    for fun in (by_where, by_sum):
+        cast = ols.autocast(fun, dtype, level=level)
+        np.testing.assert_allclose(cast(W, X)[:, 3], 0.25)
+        assert np.isfinite(jax.grad(lambda w, f=cast: jnp.sum(f(w, X)[0]))(W)).all()
+
+
+def test_a_mask_that_is_an_argument_is_no_bias():
+    mask = jnp.where(jnp.arange(4)[:, None] < 3, 0.0, -1e9) * jnp.ones((4, 4))
+
+    def fun(w, x, mask):
+        return jax.nn.softmax(w @ x.T @ x + mask)
+
+    np.testing.assert_allclose(ols.autocast(fun)(W, X, mask)[3], 0.25)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_gradient_of_what_a_loop_reads_is_summed_in_float32(level, dtype):
+    xs = jnp.ones((4096, 4))
+
+    def of_computed(w):
+        return jax.lax.scan(lambda s, x: (s, jnp.sum(x @ w)), 0.0, xs)[1].sum()
+
+    def of_product(w):
+        values = W @ w
+        return jax.lax.map(lambda x: jnp.sum(x[None] * values), xs).sum()
+
+    settings = {"dtype": dtype, "level": level, "scale": 2.0**-6}
+    w = jnp.full((4, 4), 0.3)
+    assert relative_error(lambda w: of_computed(w * 2.0), w, **settings) < 2e-2
+    assert relative_error(of_product, w, **settings) < 2e-2
+
+
+def test_the_gradient_of_a_half_parameter_in_a_loop_is_summed_in_float32():
+    xs = jax.random.normal(jax.random.key(0), (4096, 4))
+
+    def fun(w):
+        return jax.lax.map(lambda x: jnp.mean(x.astype(w.dtype) @ w), xs).sum() / 4096
+
+    w = jnp.full((4, 4), 0.3)
+    exact = jax.grad(fun)(w)
+    half = jax.grad(ols.autocast(fun, jnp.bfloat16))(w.astype(jnp.bfloat16))
+    error = jnp.linalg.norm(half.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+    assert error < 2e-2
+
+
+def test_the_cube_of_a_product_is_in_float32():
+    sevens = jnp.full((1, 1), 7.0)
+    assert ols.autocast(lambda x, w: (x @ w) ** 3)(sevens, sevens) == 49.0**3
+
+
+def test_gelu_of_large_numbers_has_finite_gradients():
+    def fun(w, x):
+        return jnp.sum(jax.nn.gelu(x @ w))
+
+    w = 100 * jnp.eye(4)
+    assert_close(jax.grad(ols.autocast(fun))(w, X), jax.grad(fun)(w, X))
+    assert ("float16",) in dtypes_of(ols.autocast(fun), w, X, name="tanh")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_gradient_of_a_slice_under_vmap_is_summed_in_float32(level):
+    def row(table, i):
+        return jax.lax.dynamic_slice_in_dim(table @ W, i, 1)
+
+    def fun(table, row=row):
+        return jnp.mean(jax.vmap(row, (None, 0))(table, jnp.zeros(4096, int)))
+
+    table = jax.random.normal(jax.random.key(0), (3, 4))
+    cast = ols.autocast(row, jnp.bfloat16, level=level)
+    grads = jax.grad(fun)(table, cast)
+    assert_close(grads, jax.grad(fun)(table), 2e-2)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_scalars_stay_in_float32(level):
+    cast = ols.autocast(lambda s, t: (s * 2.0, s * t), level=level)
+    double, product = cast(jnp.float32(1e5), jnp.float32(1e-9))
+    np.testing.assert_allclose([double, product], [2e5, 1e-4], rtol=1e-6)
+
+
+def test_replicated_weights_are_cast_after_they_vary_so_sums_are_in_float32():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
+    grad = jax.grad(ols.autocast(dot_loss, level="O2"))
+    specs = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P()}
+    program = jax.make_jaxpr(jax.shard_map(grad, **specs))(W, jnp.ones((4, 4)))
+    sums = [e for e in equations_of(program) if e.primitive.name.startswith("psum")]
+    assert sums
+    assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
