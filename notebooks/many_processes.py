@@ -98,7 +98,7 @@ def train(arguments: argparse.Namespace) -> None:
     data, _ = load_data()
     rule = ols.dynamic_loss_scale(growth_interval=10)
     tx = ols.loss_scaled(optax.adam(2e-3), rule)
-    loss_fn = make_loss_fn(jnp.float16)
+    loss_fn = make_loss_fn(MLP(jnp.float16).apply)
 
     def start() -> tuple[optax.Params, optax.OptState]:
         params = MLP(jnp.float16).init(jax.random.key(0), jnp.zeros((1, 64)))
