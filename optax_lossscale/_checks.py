@@ -142,6 +142,20 @@ def static_count(name: str, value: int, minimum: int = 1) -> int:
     return int(value)
 
 
+def as_optimizer(
+    name: str, inner: optax.GradientTransformation | optax.MultiSteps
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that a setting stands for; refuses what is none."""
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
+            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
+        )
+    return optax.with_extra_args_support(inner)
+
+
 def _one_float64(name: str, value: object) -> np.ndarray:
     number = _as_float64(name, value)
     if number.ndim != 0:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import (
+    as_optimizer,
     static_count,
     static_flag,
     static_number,
@@ -22,7 +23,7 @@ from optax_lossscale._keras_parts import (
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
-from optax_lossscale._transform import as_optimizer, check_structure, loss_scaled
+from optax_lossscale._transform import check_structure, loss_scaled
 from optax_lossscale._tree import is_absent
 from optax_lossscale.presets import keras, tf_keras
 

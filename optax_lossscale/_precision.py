@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._checks import as_optimizer
 from optax_lossscale._state import PyTree
-from optax_lossscale._transform import as_optimizer
 from optax_lossscale._tree import is_floating, wide_dtype, widen
 
 # A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.

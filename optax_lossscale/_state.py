@@ -178,7 +178,7 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     if not isinstance(value, jax.core.Tracer):
         value = checked_scale("value", value)
     value = jnp.asarray(value, jnp.float32)
-    in_range = (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
+    in_range = is_usable(value)
 
     def replace_scale(node: PyTree) -> PyTree:
         if not _is_state(node):
@@ -196,6 +196,11 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
         )
 
     return jax.tree.map(replace_scale, tree, is_leaf=_is_state)
+
+
+def is_usable(loss_scale: jax.Array) -> jax.Array:
+    """Whether a value is one that a loss scale can have, `bool[]`."""
+    return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
 
 
 def find_loss_scale_states(tree: PyTree) -> list[tuple[Any, LossScaleState]]:

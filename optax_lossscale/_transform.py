@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._checks import as_optimizer
 from optax_lossscale._finite import AxisName, is_finite, largest_magnitude
 from optax_lossscale._masking import (
     cast_like,
@@ -23,6 +24,7 @@ from optax_lossscale._state import (
     LossScaledState,
     PyTree,
     find_loss_scale_states,
+    is_usable,
 )
 from optax_lossscale._tree import (
     Mask,
@@ -60,7 +62,8 @@ def loss_scaled(
     to a few ulp, as XLA may contract multiply-adds differently. The state keeps its
     structure, dtypes and shardings, so `jit`, `lax.scan` and donation work as without
     it. What lives elsewhere, such as batch statistics, is yours to select, by
-    `find_loss_scale_state(opt_state).last_finite`.
+    `find_loss_scale_state(opt_state).last_finite`. A scale that is none, such as a zero
+    or a NaN from a damaged checkpoint, is a skip too, as of the rule's first scale.
 
     Updates, and the gradients that the inner optimizer sees, are float32 or wider,
     whatever the dtype of the parameters; its state is made for such parameters, so
@@ -157,9 +160,15 @@ def loss_scaled(
             check_structure(grads, params.fast if fast else params, message)
         mask = resolve_mask(unscale_mask, grads)
         leaves = (where_true(mask, grads), _as_leaf(grads_finite))
-        verdict = _judge(rule, leaves, loss_scale_state.loss_scale, axis_name)
-        finite, *_ = verdict
-        adjusted = rule.adjust(loss_scale_state, *verdict)
+        is_sound = is_usable(loss_scale_state.loss_scale)
+        loss_scale = jnp.where(
+            is_sound, loss_scale_state.loss_scale, rule.init().loss_scale
+        )
+        loss_scale_state = loss_scale_state._replace(loss_scale=loss_scale)
+        finite, *largest = _judge(rule, leaves, loss_scale, axis_name)
+        finite &= is_sound
+        largest = [jnp.where(is_sound, magnitude, jnp.inf) for magnitude in largest]
+        adjusted = rule.adjust(loss_scale_state, finite, *largest)
         grads = unscale(grads, loss_scale_state, mask=mask)
         if rule.skips:
             grads, extra_args = mask_inputs(finite, (grads, extra_args))
@@ -211,20 +220,6 @@ def adopt_inner_state(
       Array(32768., dtype=float32)
     """
     return LossScaledState(_as_rule(loss_scale).init(), inner_state)
-
-
-def as_optimizer(
-    name: str, inner: optax.GradientTransformation | optax.MultiSteps
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that a setting stands for; refuses what is none."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
-            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
-        )
-    return optax.with_extra_args_support(inner)
 
 
 def _as_rule(loss_scale: LossScale | None) -> LossScale:
