@@ -2,7 +2,7 @@
 
     python benchmarks/autocast.py [--quick] [--json FILE]
 
-The third needs NVIDIA's compiler, `pip install 'jax[cuda12]'`, but no GPU; `--quick`
+The second needs NVIDIA's compiler, `pip install 'jax[cuda12]'`, but no GPU; `--quick`
 leaves it out.
 """
 
@@ -21,26 +21,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import print_saved_residuals
-from jax.extend import core
 from jax.sharding import SingleDeviceSharding
 from tables import print_table, versions
 from torch_operations import OPERATIONS
 from zoo import MODELS, Encoder
 
 import optax_lossscale as ols
+from optax_lossscale._values import equations_of
 
 LOSS_SCALE = 2.0**10
 PRODUCTS = ("dot_general", "conv_general_dilated")
 SIZE = (8, 128, 256)  # Of the transformer that is compiled: batch, length, width.
-
-
-def equations_of(program: Any) -> Any:
-    """Every equation of a program and of the programs within it."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for leaf in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(getattr(leaf, "jaxpr", leaf), core.Jaxpr):
-                yield from equations_of(leaf)
 
 
 def activation_bytes(loss_fn: Any, params: Any, batch: tuple[Any, ...]) -> int:

@@ -55,19 +55,19 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
         return Choice(None, f"no {policy.dtype} on {jax.default_backend()}")
     if not policy.widest:
         return Choice(None, "inside what stays in float32")
-    counts = [x for x in floats if x.origin is not Origin.CONSTANT]
-    widths = [_width(x, policy) for x in counts]
-    is_low_meant = policy.dtype in widths
     if name in policy.full:
         return Choice(None, "float32 list")
     if name not in policy.widest or _has_own_update(equation):
         return Choice(None, "not on a list")
+    counts = [x for x in floats if x.origin is not Origin.CONSTANT]
     if not counts:
         return Choice(None, "constants")
     if name == "div" and operands[0].origin is Origin.CONSTANT and not policy.is_half:
         return Choice(None, "a reciprocal")
     if policy.is_half and name in MOVES and origins <= {*OF_ARGUMENTS}:
         return Choice(None, "moves an argument, which is cast where it is read")
+    widths = [_width(x, policy) for x in counts]
+    is_low_meant = policy.dtype in widths
     # At O2 and O3 what is low makes its results so; but not a scalar, perhaps a loss,
     # and not a mask of -1e9, or a row of nothing else were NaN.
     is_rounded = policy.is_half and is_low_meant and equation.outvars[0].aval.size > 1

@@ -17,7 +17,7 @@ from optax_lossscale._masking import context_of, evaluate
 from optax_lossscale._nested import Call, computed
 from optax_lossscale._operations import Policy
 from optax_lossscale._tree import is_floating
-from optax_lossscale._values import Value, cast, declared
+from optax_lossscale._values import Value, cast, declared, equations_of
 
 
 def custom_jvp(call: Call) -> list[Value]:
@@ -132,19 +132,5 @@ def _function_of(
 
 def _policy_inside(program: core.Jaxpr, policy: Policy) -> Policy:
     """What holds sensitive operations and has a rule of its own stays in float32."""
-    is_sensitive = _holds(program, policy.full)
-    return policy.without_narrowing() if is_sensitive else policy
-
-
-def _holds(program: core.Jaxpr, names: frozenset[str]) -> bool:
-    return any(
-        equation.primitive.name in names
-        or any(_holds(inner, names) for inner in _inner_programs(equation))
-        for equation in program.eqns
-    )
-
-
-def _inner_programs(equation: Any) -> list[core.Jaxpr]:
-    leaves = jax.tree.leaves(list(equation.params.values()))
-    programs = [getattr(leaf, "jaxpr", leaf) for leaf in leaves]
-    return [program for program in programs if isinstance(program, core.Jaxpr)]
+    names = {equation.primitive.name for equation in equations_of(program)}
+    return policy.without_narrowing() if names & policy.full else policy

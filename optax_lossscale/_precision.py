@@ -11,7 +11,7 @@ import optax
 
 from optax_lossscale._checks import as_optimizer
 from optax_lossscale._state import PyTree
-from optax_lossscale._tree import is_floating, wide_dtype, widen
+from optax_lossscale._tree import is_floating, wide_dtype, wide_param, widen
 
 # A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
 _NORMALIZATION = re.compile(
@@ -151,7 +151,7 @@ def master_weights(
         master = jax.tree.map(
             lambda p, m: p if p.dtype == m.dtype else m, params, state.master_params
         )
-        grads = jax.tree.map(lambda g: widen(g) if is_floating(g) else g, grads)
+        grads = jax.tree.map(wide_param, grads)
         updates, inner_state = optimizer.update(
             grads, state.inner_state, master, **extra_args
         )

@@ -1,16 +1,8 @@
 """What is in a traced program."""
 
 import jax
-from jax.extend import core
 
-
-def equations_of(program):
-    """Every equation of a program and of the programs within it."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for leaf in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(getattr(leaf, "jaxpr", leaf), core.Jaxpr):
-                yield from equations_of(leaf)
+from optax_lossscale._values import equations_of as equations_of
 
 
 def dtypes_of(function, *args, name="dot_general"):
