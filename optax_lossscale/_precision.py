@@ -3,14 +3,14 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import as_optimizer
-from optax_lossscale._state import PyTree
+from optax_lossscale._state import MasterWeightsState, PyTree
 from optax_lossscale._tree import is_floating, wide_dtype, wide_param, widen
 
 # A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
@@ -21,13 +21,6 @@ _NORMALIZATION = re.compile(
     r"(_?\d+d?)?(_\w+)?(?![a-z0-9_])"
 )
 _CASTABLE = (jnp.float16, jnp.bfloat16, jnp.float32)
-
-
-class MasterWeightsState(NamedTuple):
-    """State of `master_weights`: the parameters in float32, and the optimizer's own."""
-
-    master_params: optax.Params
-    inner_state: optax.OptState
 
 
 def cast_params(

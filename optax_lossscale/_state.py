@@ -71,6 +71,13 @@ class LossScaledState(NamedTuple):
     inner_state: PyTree
 
 
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`: the parameters in float32, and the optimizer's own."""
+
+    master_params: PyTree
+    inner_state: PyTree
+
+
 class Unscaled(NamedTuple):
     """The `rule_state` of `no_loss_scale()`: nothing would divide a scale out again."""
 
@@ -211,6 +218,15 @@ def find_loss_scale_states(tree: PyTree) -> list[tuple[Any, LossScaleState]]:
 
 def _is_state(node: object) -> bool:
     return isinstance(node, LossScaleState)
+
+
+def holds_masters(tree: PyTree) -> bool:
+    """Whether a tree holds the state of `master_weights`."""
+
+    def is_one(node: object) -> bool:
+        return isinstance(node, MasterWeightsState)
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def unwrap(tree: PyTree) -> PyTree:

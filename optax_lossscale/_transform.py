@@ -24,6 +24,7 @@ from optax_lossscale._state import (
     LossScaledState,
     PyTree,
     find_loss_scale_states,
+    holds_masters,
     is_usable,
 )
 from optax_lossscale._tree import (
@@ -65,9 +66,9 @@ def loss_scaled(
     `find_loss_scale_state(opt_state).last_finite`. A scale that is none, such as a zero
     or a NaN from a damaged checkpoint, is a skip too, as of the rule's first scale.
 
-    Updates, and the gradients that the inner optimizer sees, are float32 or wider,
-    whatever the dtype of the parameters; its state is made for such parameters, so
-    that with float16 ones no dtype changes. Functions that read the inner optimizer's
+    Updates, and the gradients and parameters that the inner optimizer sees, are
+    float32 or wider, whatever the dtype of the parameters, and so is its state: with
+    float16 ones no dtype changes. Functions that read the inner optimizer's
     state take `opt_state.inner_state`.
 
     What clips, decays or accumulates goes inside, where gradients are unscaled:
@@ -158,6 +159,10 @@ def loss_scaled(
             fast = isinstance(params, optax.LookaheadParams)
             message = "`grads` must have the tree structure of `params`"
             check_structure(grads, params.fast if fast else params, message)
+            if not holds_masters(
+                inner_state
+            ):  # Which are rounded to these very dtypes.
+                params = jax.tree.map(wide_param, params)
         mask = resolve_mask(unscale_mask, grads)
         leaves = (where_true(mask, grads), _as_leaf(grads_finite))
         is_sound = is_usable(loss_scale_state.loss_scale)

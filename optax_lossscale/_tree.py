@@ -144,7 +144,7 @@ def widen(leaf: jax.typing.ArrayLike) -> jax.Array:
 
 
 def wide_param(param: PyTree) -> PyTree:
-    """A parameter, perhaps abstract, as the inner optimizer's `init` shall see it."""
+    """A parameter, perhaps abstract, as the inner optimizer shall see it."""
     if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
         dtype = wide_dtype(param.dtype)
         return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)

@@ -5,8 +5,6 @@ example. Then those of PyTorch, apex, Keras, TensorFlow, MindSpore, Megatron-LM,
 DeepSpeed, fairseq and others. What cannot happen here has a line that says why.
 """
 
-import pickle
-
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -308,15 +306,7 @@ def test_jax_25_batch_statistics_can_be_kept_on_a_skip():
 # 26, gradients cast down before they are unscaled: `unscale` widens first, as 13.
 
 
-def test_jax_27_states_survive_every_serialization():
-    tx = ols.loss_scaled(adam(), RULE)
-    _, state = tx.update(SCALED, tx.init(PARAMS), PARAMS)
-    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
-    data = flax.serialization.to_bytes(state)
-    assert_same_bits(
-        jax.tree.map(jnp.asarray, flax.serialization.from_bytes(tx.init(PARAMS), data)),
-        state,
-    )
+# 27, states that no serialization brings back: `test_checkpoints.py`.
 
 
 def test_jax_28_a_parameter_may_be_called_loss_scale():

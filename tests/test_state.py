@@ -1,7 +1,5 @@
 """Finding, getting and setting a loss scale in any pytree."""
 
-import pickle
-
 import flax.linen as nn
 import flax.serialization
 import flax.training.train_state
@@ -9,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from compare import assert_same_bits, types
 from flax import nnx
@@ -147,33 +144,3 @@ def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
     opt_state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(PARAMS)
     with pytest.raises(ValueError, match=r"`value` must not be set on a state of `no_"):
         ols.set_loss_scale(opt_state, 8.0)
-
-
-def moved_state():
-    """A state in which no field has its first value."""
-    opt_state = TX.init(PARAMS)
-    for poison in (1.0, np.nan, 1.0, np.inf):
-        grads = jax.tree.map(lambda p, x=poison: jnp.full_like(p, x), PARAMS)
-        _, opt_state = TX.update(grads, opt_state, PARAMS)
-    return opt_state
-
-
-def test_a_pickled_state_continues():
-    state = moved_state()
-    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
-
-
-def test_flax_serialization_restores_the_state():
-    state = moved_state()
-    encoded = flax.serialization.to_bytes(state)
-    restored = flax.serialization.from_bytes(TX.init(PARAMS), encoded)
-    assert_same_bits(restored, state)
-
-
-def test_orbax_restores_the_state_into_a_target(tmp_path):
-    state = moved_state()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", TX.init(PARAMS))
-    assert_same_bits(restored, state)

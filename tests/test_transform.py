@@ -213,20 +213,57 @@ def test_float16_gradients_give_what_float32_ones_give():
     assert_same_bits(updates, expected)
 
 
+# Those that divide a zero gradient by an `eps` that float16 rounds to zero:
+# https://github.com/google-deepmind/optax/issues/1754, 1784 and 1789.
+DIVIDING = [
+    optax.adam,
+    optax.amsgrad,
+    optax.adabelief,
+    optax.adamax,
+    optax.rmsprop,
+    lambda learning_rate: optax.scale_by_stddev(),
+    optax.adan,
+    optax.novograd,
+]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adafactor])
+@pytest.mark.parametrize(
+    "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]
+)
 def test_the_state_of_half_precision_parameters_is_float32_and_stays_so(make, dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     tx = ols.loss_scaled(lenient(make(0.1)), RULE)
-    state = tx.init(params)
+    state = first = tx.init(params)
     floats = [
         x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
     ]
-    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
-    grads = jax.tree.map(lambda g: (g * SCALE).astype(dtype), GRADS)
-    updates, after = jax.jit(tx.update)(grads, state, params)
-    assert types(after) == types(state)
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(updates))
+    assert all(x.dtype == jnp.float32 for x in floats)
+    update = jax.jit(tx.update)
+    for size in (0.0, 1.0, np.nan, 0.0, 2.0):
+        grads = jax.tree.map(lambda g, s=size: (g * SCALE * s).astype(dtype), GRADS)
+        updates, state = update(grads, state, params)
+        assert types(state) == types(first)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(updates))
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, state)))
+    assert update._cache_size() == 1
+    assert state.loss_scale_state.total_notfinite == 1
+
+
+def test_the_inner_optimizer_sees_half_precision_parameters_in_float32():
+    seen = []
+
+    def update(grads, state, params):
+        seen.append(params)
+        return grads, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params = {"half": jnp.ones(2, jnp.float16), "int": jnp.arange(2), "none": None}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    tx = ols.loss_scaled(inner, RULE)
+    tx.update(grads, tx.init(params), params)
+    wide = {**params, "half": jnp.ones(2, jnp.float32)}
+    assert_same_bits(seen[0], wide)
 
 
 def test_init_takes_abstract_parameters():
@@ -324,21 +361,43 @@ def test_check_updates_backs_off_when_the_gradients_are_to_blame():
     assert ols.get_loss_scale(state) == SCALE / 2
 
 
+def in_float16(inner):
+    """An optimizer that computes in float16, whatever it is given."""
+
+    def cast(updates, state, params=None):
+        return optax.tree.cast(updates, jnp.float16), state
+
+    def init(params):
+        return inner.init(optax.tree.cast(params, jnp.float16))
+
+    def update(updates, state, params=None, **extra_args):
+        half, _ = cast(updates, (), params)
+        return inner.update(half, state, params, **extra_args)
+
+    return lenient(optax.GradientTransformationExtraArgs(init, update))
+
+
+@pytest.mark.parametrize("make", DIVIDING)
+def test_check_updates_stops_a_zero_gradient_whose_update_is_nan(make):
+    inner = in_float16(make(0.1))
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    bare, _ = inner.update(zeros, inner.init(params), params)
+    assert jnp.isnan(bare["w"]).all()
+    tx = ols.loss_scaled(inner, RULE, check_updates=True)
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(zeros, state, params)
+        assert_same_bits(updates, jax.tree.map(lambda u: -jnp.zeros_like(u), updates))
+        assert_same_bits(after.inner_state, state.inner_state)
+        assert ols.get_loss_scale(after) == SCALE
+        assert after.loss_scale_state.total_notfinite == 1
+
+
 def test_without_check_updates_they_pass():
     tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
     updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
     assert jnp.isinf(updates["w"]).any()
-
-
-def test_adopting_an_inner_state_continues_the_run():
-    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
-    _, saved = bare.update(GRADS, bare.init(PARAMS), PARAMS)
-    adopted = ols.adopt_inner_state(saved, RULE)
-    assert types(adopted) == types(tx.init(PARAMS))
-    expected, inner_state = bare.update(GRADS, saved, PARAMS)
-    updates, state = tx.update(scaled(GRADS), adopted, PARAMS)
-    assert_same_bits(updates, expected)
-    assert_same_bits(state.inner_state, inner_state)
 
 
 @pytest.mark.parametrize(
