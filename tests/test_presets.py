@@ -241,7 +241,7 @@ def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
     state = rule.init()
     for _ in range(60):
         state = rule.adjust(state, False)
-    with pytest.raises(ols.LossScaleStalledError):
+    with pytest.raises(ols.LossScaleStalledError, match="60 of 60"):
         ols.raise_if_stalled(state)
 
 

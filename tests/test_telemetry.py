@@ -70,7 +70,7 @@ def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
 
 def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
     states = jax.tree.map(lambda *x: jnp.stack(x), after([True]), after([False]))
-    with pytest.raises(ols.LossScaleStalledError):
+    with pytest.raises(ols.LossScaleStalledError, match="last 1 steps"):
         ols.raise_if_stalled(states, max_consecutive=1)
 
 
