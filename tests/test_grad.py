@@ -43,6 +43,8 @@ def test_argnums_and_keyword_arguments_pass_through():
     grad_fn = ols.scaled_value_and_grad(lambda x, y, *, z: x * y * z, STATE, (0, 1))
     loss, grads = grad_fn(2.0, 3.0, z=4.0)
     assert (loss, *grads) == (24.0, 12.0 * 1024, 8.0 * 1024)
+    grad_fn = ols.scaled_grad(lambda x, y, *, z: x * y * z, STATE, 1)
+    assert grad_fn(2.0, 3.0, z=4.0) == 8.0 * 1024
 
 
 def test_jax_keyword_arguments_pass_through():

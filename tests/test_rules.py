@@ -169,6 +169,7 @@ REFUSED = [
     ),
     ({"growth_factor": 0.5}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"growth_factor": 1 + 1e-9}, r"`growth_factor` must be strictly between 1 and"),
+    ({"growth_factor": 1e39}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"growth_factor": np.inf}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"growth_factor": np.nan}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"backoff_factor": 0.0}, r"`backoff_factor` must be strictly between 0 and 1"),

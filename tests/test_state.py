@@ -108,7 +108,8 @@ def test_set_changes_the_scale_alone():
 def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
     state = ols.dynamic_loss_scale(2.0**10).init()
     set_scale = jax.jit(lambda state, value: ols.set_loss_scale(state, value))
-    assert set_scale(state, 8.0).loss_scale == 8.0
+    for value in (8.0, 8, jnp.int32(8), jnp.float16(8)):
+        assert set_scale(state, value).loss_scale == 8.0
     for value in (0.0, -1.0, np.nan, np.inf, 2.0**127):
         assert set_scale(state, value).loss_scale == 2.0**10
 

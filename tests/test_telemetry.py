@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from compat import enable_x64
 from inner import adam
 
 import optax_lossscale as ols
@@ -37,6 +38,12 @@ def test_metrics_after_some_steps():
         "total_notfinite": 3,
         "skip_rate": 0.75,
     }
+
+
+def test_one_step_of_one_skipped_is_a_rate_of_one_in_float32():
+    with enable_x64(True):
+        rate = ols.loss_scale_metrics(after([False]))["skip_rate"]
+    assert (rate, rate.dtype) == (1.0, jnp.float32)
 
 
 def test_metrics_stack_under_scan():
