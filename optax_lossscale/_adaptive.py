@@ -132,7 +132,9 @@ def smooth_loss_scale(
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
         low, high = map(power_of_two, _inward(bounds(state.step_count)))
-        e = state.rule_state.fraction + jnp.where(finite, growth_bits, -backoff_bits)
+        e = state.rule_state.fraction
+        e = jnp.where(jnp.isnan(e), 0.0, e)  # Of a damaged checkpoint.
+        e += jnp.where(finite, growth_bits, -backoff_bits)
         whole = jnp.floor(e)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
         fraction = jnp.where((s < low) | (s >= high), 0.0, e - whole)

@@ -23,8 +23,8 @@ from optax_lossscale._keras_parts import (
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
-from optax_lossscale._transform import check_structure, loss_scaled
-from optax_lossscale._tree import is_absent
+from optax_lossscale._transform import loss_scaled
+from optax_lossscale._tree import check_structure, is_absent
 from optax_lossscale.presets import keras, tf_keras
 
 

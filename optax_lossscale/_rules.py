@@ -191,7 +191,7 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale:
-    """A constant loss scale: `s = scale`, always.
+    """A constant loss scale: `s = scale`, always; a restored state keeps its own.
 
     For those who know a scale that fits the whole run. A nonfinite step is still
     skipped, and counted, unless `skip_nonfinite=False`, which gives up every check:

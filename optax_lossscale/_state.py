@@ -131,6 +131,8 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
 
         get_loss_scale(tree) = find_loss_scale_state(tree).loss_scale
 
+    but 1 for `no_loss_scale()`, whatever is in its state: nothing would divide it out.
+
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
 
@@ -146,7 +148,9 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       >>> ols.get_loss_scale(opt_state)
       Array(32768., dtype=float32)
     """
-    return find_loss_scale_state(tree).loss_scale
+    state = find_loss_scale_state(tree)
+    is_fixed = isinstance(state.rule_state, Unscaled)
+    return jnp.ones_like(state.loss_scale) if is_fixed else state.loss_scale
 
 
 def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:

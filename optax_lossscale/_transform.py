@@ -29,7 +29,7 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._tree import (
     Mask,
-    is_absent,
+    check_structure,
     resolve_mask,
     unscale,
     where_true,
@@ -64,12 +64,14 @@ def loss_scaled(
     structure, dtypes and shardings, so `jit`, `lax.scan` and donation work as without
     it. What lives elsewhere, such as batch statistics, is yours to select, by
     `find_loss_scale_state(opt_state).last_finite`. A scale that is none, such as a zero
-    or a NaN from a damaged checkpoint, is a skip too, as of the rule's first scale.
+    or a NaN from a damaged checkpoint, is a skip too, whatever the rule, which then
+    goes on from its first scale.
 
     Updates, and the gradients and parameters that the inner optimizer sees, are
     float32 or wider, whatever the dtype of the parameters, and so is its state: with
-    float16 ones no dtype changes. Functions that read the inner optimizer's
-    state take `opt_state.inner_state`.
+    float16 ones no dtype changes; make masks and labels by dtype outside.
+    `optax.apply_updates` rounds to the parameters' dtypes, Equinox's does not.
+    Functions that read the inner optimizer's state take `opt_state.inner_state`.
 
     What clips, decays or accumulates goes inside, where gradients are unscaled:
     `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`,
@@ -83,8 +85,8 @@ def loss_scaled(
         it from moving on a bad step (weight decay, momentum, counts), so it is not a
         skip: prefer to wrap.
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
-        skip, nothing is checked or masked; with `no_loss_scale()`, the program is
-        the inner optimizer's own.
+        skip, no gradient is checked; with `no_loss_scale()`, the program is the inner
+        optimizer's own.
       axis_name: Name, or several, of the axes of `pmap` or `shard_map` over
         which all devices shall agree to skip; none under `jit` with sharded arrays.
         Only the verdict crosses devices; gradients are never reduced for you.
@@ -105,7 +107,8 @@ def loss_scaled(
       for a line search.
 
     Raises:
-      TypeError: If `inner` is no optimizer, or `loss_scale` no `LossScale`.
+      TypeError: If `inner` is no optimizer, `loss_scale` no `LossScale`, or
+        `grads_finite` no bool.
       ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, at trace
         time: if the state is not one of this kind of rule, the gradients' tree is not
         that of the parameters, or `grads_finite` is not a scalar.
@@ -138,7 +141,7 @@ def loss_scaled(
         if is_bare:
             return LossScaledState(rule.init(), optimizer.init(params))
         inner_state = optimizer.init(jax.tree.map(wide_param, params))
-        _check_not_nested(inner_state)
+        _check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
 
     def update(
@@ -175,18 +178,17 @@ def loss_scaled(
         largest = [jnp.where(is_sound, magnitude, jnp.inf) for magnitude in largest]
         adjusted = rule.adjust(loss_scale_state, finite, *largest)
         grads = unscale(grads, loss_scale_state, mask=mask)
-        if rule.skips:
-            grads, extra_args = mask_inputs(finite, (grads, extra_args))
+        keep = finite if rule.skips else is_sound
+        grads, extra_args = mask_inputs(keep, (grads, extra_args))
 
         def run() -> tuple[optax.Updates, optax.OptState]:
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)
             return updates, cast_like(new, inner_state)
 
-        if rule.skips and not check_updates:
-            updates, updated = run_masked(finite, run, inner_state)
+        if not (rule.skips and check_updates):
+            updates, updated = run_masked(keep, run, inner_state)
         else:
             updates, updated = run()
-        if rule.skips and check_updates:
             updates_finite = is_finite(where_true(mask, updates), None, axis_name)
             held = hold(loss_scale_state, grads_finite=False)
             adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
@@ -204,7 +206,11 @@ def adopt_inner_state(
 
         adopt_inner_state(m, loss_scale) = LossScaledState(loss_scale.init(), m)
 
-    The way back is `.inner_state`.
+    The way back is `.inner_state`. What was saved of half-precision parameters is in
+    half precision too: first give it the dtypes of a new one,
+
+        new = loss_scaled(inner, loss_scale).init(params).inner_state
+        inner_state = jax.tree.map(lambda m, n: m.astype(n.dtype), inner_state, new)
 
     Args:
       inner_state: State of the bare optimizer.
@@ -216,6 +222,7 @@ def adopt_inner_state(
 
     Raises:
       TypeError: If `loss_scale` is no `LossScale`.
+      ValueError: If `inner_state` is loss-scaled itself.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -224,6 +231,7 @@ def adopt_inner_state(
       >>> ols.get_loss_scale(ols.adopt_inner_state(saved))
       Array(32768., dtype=float32)
     """
+    _check_not_nested("inner_state", inner_state)
     return LossScaledState(_as_rule(loss_scale).init(), inner_state)
 
 
@@ -242,10 +250,10 @@ def _strengthen(leaf: PyTree) -> PyTree:
     return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
-def _check_not_nested(inner_state: PyTree) -> None:
+def _check_not_nested(name: str, inner_state: PyTree) -> None:
     if find_loss_scale_states(inner_state):
         raise ValueError(
-            "`inner` must not be loss-scaled itself: its gradients would be unscaled "
+            f"`{name}` must not be loss-scaled itself: its gradients would be unscaled "
             "twice."
         )
 
@@ -260,25 +268,15 @@ def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
         )
 
 
-def check_structure(tree: PyTree, params: optax.Params, message: str) -> None:
-    """Raises unless every leaf that a tree has belongs to one of `params`."""
-
-    def is_matched(leaf: PyTree, param: PyTree) -> bool:
-        return is_absent(leaf) or jax.tree_util.all_leaves([param])
-
-    try:
-        matched = jax.tree.map(is_matched, tree, params, is_leaf=is_absent)
-        detail = "got a leaf where there is a subtree."
-    except ValueError as error:
-        matched, detail = False, f"got: {error}"
-    if not all(jax.tree.leaves(matched)):
-        raise ValueError(f"{message}, {detail} (Do they belong to other arguments?)")
-
-
 def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
     """An outside verdict as one more leaf, so that it costs no reduction of its own."""
     if grads_finite is None:
         return None
+    if not jnp.issubdtype(jnp.result_type(grads_finite), bool):  # NaN would be True.
+        raise TypeError(
+            f"`grads_finite` must be a bool, got {grads_finite!r}. (Did you mean "
+            "`jnp.isfinite(loss)`?)"
+        )
     if jnp.shape(grads_finite) != ():
         raise ValueError(
             f"`grads_finite` must be a scalar, got shape {jnp.shape(grads_finite)}. "

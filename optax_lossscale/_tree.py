@@ -151,6 +151,21 @@ def wide_param(param: PyTree) -> PyTree:
     return widen(param) if is_floating(param) else param
 
 
+def check_structure(tree: PyTree, params: PyTree, message: str) -> None:
+    """Raises unless every leaf that a tree has belongs to one of `params`."""
+
+    def is_matched(leaf: PyTree, param: PyTree) -> bool:
+        return is_absent(leaf) or jax.tree_util.all_leaves([param])
+
+    try:
+        matched = jax.tree.map(is_matched, tree, params, is_leaf=is_absent)
+        detail = "got a leaf where there is a subtree."
+    except ValueError as error:
+        matched, detail = False, f"got: {error}"
+    if not all(jax.tree.leaves(matched)):
+        raise ValueError(f"{message}, {detail} (Do they belong to other arguments?)")
+
+
 def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
     """Both parts of a complex array; any other by itself."""
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)

@@ -1,5 +1,7 @@
 """`loss_scale_optimizer`: Keras's options alone and together, and what is refused."""
 
+import functools
+import inspect
 import itertools
 
 import flax.nnx as nnx
@@ -416,6 +418,27 @@ def test_ema_params_without_an_average_says_what_to_pass():
     tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
     with pytest.raises(ValueError, match="got 2"):
         ols.ema_params([tx.init(jnp.ones(1)), tx.init(jnp.ones(1))])
+
+
+def test_finalize_params_without_an_average_gives_the_parameters():
+    params = {"w": jnp.ones(2)}
+    opt_state = ols.loss_scale_optimizer(optax.sgd(0.1)).init(params)
+    assert ols.finalize_params(params, opt_state) is params
+
+
+def test_a_learning_rate_may_be_a_function_without_a_signature():
+    rate = functools.partial(max, 0.25)  # The step, but from the first on.
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(rate)
+    tx = ols.loss_scale_optimizer(
+        lenient(optax.sgd(1.0)), weight_decay=0.5, learning_rate=rate
+    )
+    params = jnp.ones(1)
+    opt_state = tx.init(params)
+    grads = ols.scale(jnp.zeros(1), opt_state)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = tx.update(grads, opt_state, params)
+    assert updates.tolist() == [-0.125]
 
 
 def test_finalize_params_refuses_what_is_no_optimizer_state():

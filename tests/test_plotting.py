@@ -101,6 +101,11 @@ def test_numbers_logged_as_floats_are_drawn_too():
     assert ax.lines[1].get_label() == "skipped: 1 of 3 steps"
 
 
+def test_a_training_without_runs_is_two_empty_axes():
+    axes = plotting.plot_training({}, {})
+    assert [(ax.get_legend(), list(ax.lines)) for ax in axes] == [(None, [])] * 2
+
+
 def test_a_bare_histogram_is_refused():
     histogram = diagnostics.exponent_histogram(jnp.ones(1))
     with pytest.raises(TypeError, match="`histograms` must map labels to histograms"):

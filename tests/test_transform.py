@@ -127,6 +127,13 @@ def record_max(seen):
     return ols.LossScale(static.init, adjust, needs_grads_max=True)
 
 
+@pytest.mark.parametrize("loss", [1.0, jnp.asarray(jnp.nan), 1])
+def test_an_outside_verdict_that_is_no_bool_is_refused(loss):
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(TypeError, match=r"a bool, got .*`jnp.isfinite\(loss\)`"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=loss)
+
+
 def test_a_rule_that_needs_the_largest_gradient_is_given_the_unscaled_one():
     seen = []
     tx = ols.loss_scaled(adam(), record_max(seen))
