@@ -320,6 +320,12 @@ def test_a_floor_may_be_a_schedule_of_the_steps_before(make):
     assert trace[3:] == [64.0] * 2
 
 
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_a_scheduled_floor_holds_on_a_finite_step_too(make):
+    rule = make(2.0, min_scale=lambda step: jnp.float32(2.0**12), max_scale=2.0**12)
+    assert scales(rule, [2.0**-20]) == [2.0**12]
+
+
 def powers(step):
     return jnp.ldexp(jnp.float32(1), step)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import assert_same_bits
 
 import optax_lossscale as ols
 
@@ -104,6 +105,19 @@ def test_counters_count():
     counts = (state.notfinite_count, state.total_notfinite, state.step_count)
     assert tuple(map(int, counts)) == (1, 3, 5)
     assert not state.last_finite
+
+
+@pytest.mark.parametrize(
+    "rule", [ols.dynamic_loss_scale(8.0), ols.static_loss_scale(8.0)], ids=str
+)
+def test_a_verdict_may_be_a_number(rule):
+    for number in (0, 1, np.int32(0), np.float32(1.0)):
+        expected = rule.adjust(rule.init(), bool(number))
+        assert_same_bits(rule.adjust(rule.init(), number), expected)
+
+
+def test_a_static_scale_carries_nothing_of_its_own():
+    assert ols.static_loss_scale(8.0).init().rule_state == ()
 
 
 def test_counters_saturate():

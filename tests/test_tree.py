@@ -37,6 +37,14 @@ def test_unscale_divides():
     ]
 
 
+def test_scale_takes_a_callable_tree_but_no_function():
+    state = ols.static_loss_scale(8.0).init()
+    doubled = jax.tree_util.Partial(lambda x: 2 * x, jnp.ones(2))
+    assert ols.scale(doubled, state).args[0].tolist() == [8.0, 8.0]
+    with pytest.raises(TypeError, match="`tree` must hold arrays, got the function"):
+        ols.scale(lambda x: x, state)
+
+
 def test_scale_takes_a_python_number():
     assert ols.scale(3.0, STATE) == 3072.0
 
