@@ -195,6 +195,7 @@ NESTED = {
     "closed_call": _closed_call,
     "cond": _cond,
     "core_call": _closed_call,
+    "eval_jaxpr": _closed_call,  # What JAX 0.12 has for it.
     "jit": _jit,
     "pjit": _jit,
     "remat2": _remat,

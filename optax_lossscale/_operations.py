@@ -52,8 +52,8 @@ WIDEST = COMMUTES | _words(
 )
 # Programs are not cast; what they are made of is.
 HOLD_PROGRAMS = _words(
-    "call checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 "
-    "scan shard_map while"
+    "call checkpoint closed_call cond custom_jvp_call custom_vjp_call eval_jaxpr jit "
+    "pjit remat2 scan shard_map while"
 )
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -604,6 +604,22 @@ def test_remat_keeps_its_policy():
     assert_autocast(fun, W, X)
 
 
+def test_what_a_remat_loop_does_once_is_entered():
+    def loss(w, x):
+        def run(w):
+            step = lambda h, _: (jnp.tanh(h @ w), jnp.sin(w @ w).sum())  # noqa: E731
+            h, sums = jax.lax.scan(step, x, None, length=3)
+            return jnp.mean(h**2) + sums.sum()
+
+        return jax.checkpoint(run)(w)
+
+    fun = jax.grad(loss)
+    names = {e.primitive.name for e in equations_of(jax.make_jaxpr(fun)(W, X))}
+    assert names & {"closed_call", "eval_jaxpr"}
+    assert set(dtypes_of(ols.autocast(fun), W, X)) == {HALF}
+    assert_close(ols.autocast(fun)(W, X), fun(W, X), rtol=2e-2)
+
+
 def test_inputs_of_products_are_cast_before_a_loop_and_weights_in_it():
     program = jax.make_jaxpr(ols.autocast(with_scan))(W, X)
     (scan,) = [e for e in equations_of(program) if e.primitive.name == "scan"]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 FIGURES = {"accuracy", "final_loss", "skipped_steps", "final_scale", "flushed_to_zero"}
@@ -17,6 +18,15 @@ def run_demo(*arguments):
         text=True,
         check=False,
     )
+
+
+def test_without_a_file_it_writes_no_results(tmp_path, capsys):
+    from optax_lossscale import demo
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        demo.main(["--steps", "1", "--plot", str(tmp_path / "picture.png")])
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+    assert "results:" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

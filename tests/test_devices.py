@@ -501,6 +501,27 @@ def test_the_verdict_is_the_same_for_varying_and_invariant_gradients():
         assert not finite(jnp.ones(8).at[3].set(jnp.inf))
 
 
+def test_a_state_that_is_alike_everywhere_may_be_skipped_on_some_devices():
+    # Without `axis_name` the verdicts differ, and so does what was alike.
+    def average(grads, state, params):
+        state = jax.tree.map(lambda s, p: 0.5 * s + 0.5 * p, state, params)
+        return grads, state
+
+    tx = ols.loss_scaled(optax.GradientTransformation(jnp.zeros_like, average), RULE)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    def step(grads, params):
+        _, state = tx.update(grads, tx.init(params), params)
+        return state.inner_state
+
+    averages = step(jnp.ones(8).at[5].set(jnp.inf), jnp.ones(1))
+    assert averages.tolist() == [0.5] * 5 + [0.0] + [0.5] * 2
+
+
 def test_gradients_are_never_reduced_for_the_user():
     # flax's DynamicScale(axis_name=...) gives N times the gradient under check_vma.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -107,10 +107,9 @@ def test_counters_count():
     assert not state.last_finite
 
 
-@pytest.mark.parametrize(
-    "rule", [ols.dynamic_loss_scale(8.0), ols.static_loss_scale(8.0)], ids=str
-)
-def test_a_verdict_may_be_a_number(rule):
+@pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.static_loss_scale])
+def test_a_verdict_may_be_a_number(make):
+    rule = make(8.0)
     for number in (0, 1, np.int32(0), np.float32(1.0)):
         expected = rule.adjust(rule.init(), bool(number))
         assert_same_bits(rule.adjust(rule.init(), number), expected)
