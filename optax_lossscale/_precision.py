@@ -97,7 +97,8 @@ def master_weights(
     So after every step the parameter is the rounded master. In float16 alone an update
     of less than 2**-11 of its parameter is lost.
 
-    It goes around `loss_scaled` or inside it, alike. If half-precision parameters are
+    It goes around `loss_scaled` or inside it, alike; inside, `check_updates` also sees
+    what would take a float16 parameter to infinity. If half-precision parameters are
     changed by anything else, the next update sets them back to the masters.
 
     Args:

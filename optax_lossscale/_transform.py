@@ -162,9 +162,7 @@ def loss_scaled(
             fast = isinstance(params, optax.LookaheadParams)
             message = "`grads` must have the tree structure of `params`"
             check_structure(grads, params.fast if fast else params, message)
-            if not holds_masters(
-                inner_state
-            ):  # Which are rounded to these very dtypes.
+            if not holds_masters(inner_state):  # They are rounded to these dtypes.
                 params = jax.tree.map(wide_param, params)
         mask = resolve_mask(unscale_mask, grads)
         leaves = (where_true(mask, grads), _as_leaf(grads_finite))
@@ -185,15 +183,15 @@ def loss_scaled(
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)
             return updates, cast_like(new, inner_state)
 
-        if not (rule.skips and check_updates):
-            updates, updated = run_masked(keep, run, inner_state)
-        else:
+        if rule.skips and check_updates:
             updates, updated = run()
             updates_finite = is_finite(where_true(mask, updates), None, axis_name)
             held = hold(loss_scale_state, grads_finite=False)
             adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
             finite &= updates_finite
             updates, updated = mask_results(finite, updates, updated, inner_state)
+        else:
+            updates, updated = run_masked(keep, run, inner_state)
         return updates, LossScaledState(adjusted, updated)
 
     return optax.GradientTransformationExtraArgs(init, update)

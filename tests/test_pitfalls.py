@@ -306,7 +306,12 @@ def test_jax_25_batch_statistics_can_be_kept_on_a_skip():
 # 26, gradients cast down before they are unscaled: `unscale` widens first, as 13.
 
 
-# 27, states that no serialization brings back: `test_checkpoints.py`.
+def test_jax_27_states_survive_every_serialization():
+    # Every tool, rule and step: `test_checkpoints.py`.
+    tx = ols.loss_scaled(adam(), RULE)
+    _, state = tx.update(SCALED, tx.init(PARAMS), PARAMS)
+    data = flax.serialization.to_bytes(state)
+    assert_same_bits(flax.serialization.from_bytes(tx.init(PARAMS), data), state)
 
 
 def test_jax_28_a_parameter_may_be_called_loss_scale():

@@ -305,6 +305,17 @@ def test_its_state_survives_pickle_and_every_field_is_its_own_buffer():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
+def test_inside_a_loss_scale_check_updates_sees_a_parameter_overflow():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    rule = ols.static_loss_scale(1.0)
+    inner = ols.master_weights(lenient(optax.sgd(1e5)))
+    tx = ols.loss_scaled(inner, rule, check_updates=True)
+    updates, state = tx.update(params, tx.init(params), params)
+    assert updates["w"].tolist() == [0.0, 0.0]
+    assert state.inner_state.master_params["w"].tolist() == [1.0, 1.0]
+    assert state.loss_scale_state.total_notfinite == 1
+
+
 def test_what_it_needs_and_what_it_refuses():
     tx = ols.master_weights(adam())
     params = jnp.ones(2, jnp.float16)
