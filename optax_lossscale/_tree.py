@@ -139,8 +139,11 @@ def where_true(mask: PyTree, tree: PyTree) -> PyTree:
 
 def widen(leaf: jax.typing.ArrayLike) -> jax.Array:
     """A floating leaf as float32 or wider, strongly typed."""
-    array = jnp.asarray(leaf)
-    return lax.convert_element_type(array, wide_dtype(array.dtype))
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    dtype = wide_dtype(array.dtype)
+    if array.dtype == dtype and not array.weak_type:
+        return array  # Outside `jit` each call counts.
+    return lax.convert_element_type(array, dtype)
 
 
 def wide_param(param: PyTree) -> PyTree:
