@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Mutation testing of the core with mutmut: it changes the code in one place after the
 # other, and asks whether a test notices. Prints the changes that none did, and the share
-# of those that one did; fails below 90 %. Takes an hour on two cores. Of the last run,
-# `tests/mutants.md` says of each change that went unnoticed why it may.
+# of those that one did; fails below 90 %. Takes more than an hour on two cores.
 #
 #   tests/mutation.sh [folder]     where `mutmut show NAME` then shows a change
 set -euo pipefail
