@@ -371,17 +371,13 @@ def test_check_updates_backs_off_when_the_gradients_are_to_blame():
 def in_float16(inner):
     """An optimizer that computes in float16, whatever it is given."""
 
-    def cast(updates, state, params=None):
-        return optax.tree.cast(updates, jnp.float16), state
-
     def init(params):
         return inner.init(optax.tree.cast(params, jnp.float16))
 
-    def update(updates, state, params=None, **extra_args):
-        half, _ = cast(updates, (), params)
-        return inner.update(half, state, params, **extra_args)
+    def update(updates, state, params=None):
+        return inner.update(optax.tree.cast(updates, jnp.float16), state, params)
 
-    return lenient(optax.GradientTransformationExtraArgs(init, update))
+    return lenient(optax.GradientTransformation(init, update))
 
 
 def root_mean_square(learning_rate):
