@@ -5,6 +5,8 @@ example. Then those of PyTorch, apex, Keras, TensorFlow, MindSpore, Megatron-LM,
 DeepSpeed, fairseq and others. What cannot happen here has a line that says why.
 """
 
+import pickle
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -310,6 +312,7 @@ def test_jax_27_states_survive_every_serialization():
     # Every tool, rule and step: `test_checkpoints.py`.
     tx = ols.loss_scaled(adam(), RULE)
     _, state = tx.update(SCALED, tx.init(PARAMS), PARAMS)
+    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
     data = flax.serialization.to_bytes(state)
     assert_same_bits(flax.serialization.from_bytes(tx.init(PARAMS), data), state)
 
