@@ -46,7 +46,7 @@ def mask_updates(finite: jax.Array, updates: PyTree) -> PyTree:
             nothing = -nothing  # A parameter of -0.0 plus 0.0 would be 0.0.
         return lax.select_n(finite, nothing, update)
 
-    return _map_values(select, updates)
+    return jax.tree.map(select, updates)
 
 
 @jax.jit
@@ -61,7 +61,7 @@ def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             old = jax.sharding.reshard(old, sharding)
         return jnp.where(finite, new, old)
 
-    return _map_values(select, new, old)
+    return jax.tree.map(select, new, old)
 
 
 def cast_like(new: PyTree, old: PyTree) -> PyTree:
@@ -71,7 +71,7 @@ def cast_like(new: PyTree, old: PyTree) -> PyTree:
         dtype = getattr(old, "dtype", None)
         return new if dtype is None or dtype == new.dtype else new.astype(dtype)
 
-    return _map_values(cast, new, old)
+    return jax.tree.map(cast, new, old)
 
 
 def run_masked(
@@ -187,13 +187,3 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
         equation.ctx.manager,
     ):
         yield
-
-
-def _map_values(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
-    """`jax.tree.map`, but for `float0` leaves, which have no values to select."""
-
-    def apply(leaf: PyTree, *others: PyTree) -> PyTree:
-        has_values = getattr(leaf, "dtype", None) != jax.dtypes.float0
-        return function(leaf, *others) if has_values else leaf
-
-    return jax.tree.map(apply, *trees)
