@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import as_optimizer
+from optax_lossscale._checks import as_optimizer, static_flag
 from optax_lossscale._finite import AxisName, is_finite, largest_magnitude
 from optax_lossscale._masking import (
     cast_like,
@@ -108,7 +108,7 @@ def loss_scaled(
 
     Raises:
       TypeError: If `inner` is no optimizer, `loss_scale` no `LossScale`, or
-        `grads_finite` no bool.
+        `check_updates` or `grads_finite` no bool.
       ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, at trace
         time: if the state is not one of this kind of rule, the gradients' tree is not
         that of the parameters, or `grads_finite` is not a scalar.
@@ -135,6 +135,7 @@ def loss_scaled(
     optimizer = as_optimizer("inner", optax.identity() if inner is None else inner)
     rule = _as_rule(loss_scale)
     rule_structure = jax.tree.structure(jax.eval_shape(rule.init))
+    check_updates = static_flag("check_updates", check_updates)
     is_bare = rule == no_loss_scale()
 
     def init(params: optax.Params) -> LossScaledState:

@@ -199,12 +199,6 @@ def test_what_was_saved_of_half_precision_parameters_is_widened_first():
     assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
 
 
-def test_a_state_that_is_loss_scaled_already_is_not_adopted():
-    _, opt_state = fresh("dynamic")
-    with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
-        ols.adopt_inner_state(opt_state)
-
-
 def test_the_inner_state_alone_goes_on_without_loss_scaling():
     bare, tx = adam(), optimizer("dynamic")
     params = {"w": PARAMS["w"]}

@@ -46,9 +46,10 @@ def test_a_good_step_is_the_inner_optimizers_own():
     assert state.loss_scale_state.step_count == 1
 
 
+@pytest.mark.parametrize("check_updates", [False, True])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_a_bad_step_moves_the_loss_scale_state_alone(value):
-    tx = ols.loss_scaled(adam(), RULE)
+def test_a_bad_step_moves_the_loss_scale_state_alone(value, check_updates):
+    tx = ols.loss_scaled(adam(), RULE, check_updates=check_updates)
     _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
     updates, after = tx.update(poisoned(scaled(GRADS), value), state, PARAMS)
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
@@ -141,7 +142,10 @@ def test_a_rule_that_needs_the_largest_gradient_is_given_the_unscaled_one():
     tx.update(scaled(GRADS), state, PARAMS)
     tx.update(poisoned(scaled(GRADS)), state, PARAMS)
     tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
-    assert seen == [(True, 1.25), (False, np.inf), (False, np.inf)]
+    small = scaled(GRADS, SCALE * 2.0**-20)
+    tx.update(small, state, PARAMS, grads_finite=True)
+    expected = [(True, 1.25), (False, np.inf), (False, np.inf), (True, 1.25 * 2**-20)]
+    assert seen == expected
 
 
 def test_a_rule_that_needs_it_but_does_not_skip_lets_nan_through():
@@ -161,6 +165,29 @@ def test_static_without_skipping_unscales_and_checks_nothing():
     assert jnp.isnan(updates["b"][1])
     assert state.loss_scale_state.last_finite
     assert state.loss_scale_state.step_count == 1
+
+
+def test_a_rule_of_ones_own_that_does_not_skip_is_told_that_all_is_finite():
+    held = ols.static_loss_scale(SCALE)
+    tx = ols.loss_scaled(optax.sgd(1.0), held._replace(skips=False))
+    _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert state.loss_scale_state.total_notfinite == 0
+
+
+@pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_all_members_of_an_axis_skip_if_one_does(make, check_updates):
+    inner = adam() if not check_updates else nan_updates_when(0.5)
+    tx = ols.loss_scaled(
+        inner, make(SCALE), axis_name="device", check_updates=check_updates
+    )
+    params = jnp.asarray([1.0, 2.0])
+    grads = jnp.asarray([[0.25, 0.25], [0.25, 1.0 if check_updates else jnp.inf]])
+    state = tx.init(params)
+    step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="device")
+    updates, state = step(scaled(grads), state, params)
+    assert not updates.any()
+    assert state.loss_scale_state.total_notfinite.tolist() == [1, 1]
 
 
 def test_no_loss_scale_hands_everything_through_untouched():
@@ -298,9 +325,19 @@ def test_a_weakly_typed_parameter_does_not_make_the_state_weak():
     assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
+def test_a_weakly_typed_state_is_made_strong_and_what_is_no_array_stays():
+    first = {"count": jnp.asarray(0), "mean": jnp.asarray(0.0), "period": 7}
+    inner = optax.GradientTransformation(lambda params: first, optax.sgd(0.1).update)
+    state = ols.loss_scaled(inner).init(PARAMS).inner_state
+    assert (state["count"].dtype, state["mean"].dtype) == (jnp.int32, jnp.float32)
+    assert not state["count"].weak_type
+    assert not state["mean"].weak_type
+    assert state["period"] is first["period"]
+
+
 def test_masked_out_leaves_are_neither_unscaled_nor_checked():
     mask = {"w": True, "b": False}
-    for unscale_mask in (mask, lambda grads: mask):
+    for unscale_mask in (mask, lambda grads: {name: name == "w" for name in grads}):
         tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=unscale_mask)
         grads = {"w": GRADS["w"] * SCALE, "b": jnp.asarray([jnp.inf, 2.0])}
         updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -507,8 +544,12 @@ def test_integer_and_float0_leaves_pass():
 )
 def test_gradients_of_another_tree_fail_at_trace_time(grads):
     tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # Which alone would not notice.
-    with pytest.raises(ValueError, match=r"`grads` must have the tree structure of `p"):
+    with pytest.raises(
+        ValueError, match=r"^`grads` must have the tree structure of "
+    ) as e:
         jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS)
+    is_leaf = not isinstance(grads, dict | list)
+    assert is_leaf == (", got a leaf where there is a subtree. (Do" in str(e.value))
 
 
 def test_absent_gradients_are_no_mismatch():
@@ -518,7 +559,7 @@ def test_absent_gradients_are_no_mismatch():
         tx.update(grads, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam"])
+@pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam", RULE])
 def test_an_inner_that_is_no_optimizer_is_refused(inner):
     with pytest.raises(
         TypeError, match=r"`inner` must be an optimizer with `init` and"
@@ -530,6 +571,39 @@ def test_an_inner_that_is_no_optimizer_is_refused(inner):
 def test_a_loss_scale_that_is_no_rule_is_refused(loss_scale):
     with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got"):
         ols.loss_scaled(optax.sgd(0.1), loss_scale)
+
+
+def test_without_an_optimizer_it_is_a_link_that_unscales_or_gives_zeros():
+    tx = ols.loss_scaled(loss_scale=RULE)
+    state = tx.init(PARAMS)
+    assert_same_bits(tx.update(scaled(GRADS), state, PARAMS)[0], GRADS)
+    assert not any(map(np.any, tx.update(poisoned(GRADS), state)[0].values()))
+
+
+def test_a_multi_steps_is_taken_as_it_is():
+    state = ols.loss_scaled(optax.MultiSteps(adam(), 2), RULE).init(PARAMS)
+    assert isinstance(state.inner_state, optax.MultiStepsState)
+
+
+def test_gradients_of_lookahead_are_those_of_its_fast_parameters():
+    tx = ols.loss_scaled(lenient(optax.lookahead(optax.sgd(0.1), 2, 0.5)), RULE)
+    pair = optax.LookaheadParams(fast=jnp.ones(2), slow=jnp.ones(2))
+    updates, _ = tx.update(jnp.ones(2) * SCALE, tx.init(pair), pair)
+    assert_same_bits(updates.fast, jnp.full(2, -0.1))
+
+
+def test_what_holds_masters_sees_the_parameters_in_their_own_dtypes():
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    dtypes = {}
+    for name, inner in (("bare", spy([])), ("masters", ols.master_weights(spy([])))):
+
+        def update(updates, state, params, name=name, inner=inner):
+            dtypes[name] = params["w"].dtype
+            return inner.update(updates, state, params)
+
+        tx = ols.loss_scaled(optax.GradientTransformation(inner.init, update), RULE)
+        tx.update(scaled(GRADS), tx.init(half), half)
+    assert dtypes == {"bare": jnp.float32, "masters": jnp.float16}
 
 
 def test_the_default_rule_is_dynamic():
@@ -549,3 +623,16 @@ def test_an_inner_optimizer_that_is_loss_scaled_already_is_refused():
     tx = ols.loss_scaled(optax.chain(ols.loss_scaled(optax.sgd(0.1)), optax.scale(1.0)))
     with pytest.raises(ValueError, match="`inner` must not be loss-scaled itself"):
         tx.init(jnp.ones(1))
+
+
+def test_a_state_that_is_loss_scaled_already_is_not_adopted():
+    state = ols.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
+        ols.adopt_inner_state(state)
+
+
+def test_check_updates_is_true_or_false():
+    with pytest.raises(
+        TypeError, match="`check_updates` must be True or False, got 'yes'"
+    ):
+        ols.loss_scaled(optax.sgd(0.1), check_updates="yes")
