@@ -68,6 +68,14 @@ def test_the_smooth_rule_skips_at_the_rate_of_growth_over_backoff():
     assert rate == pytest.approx(1e-2, rel=0.2)
 
 
+def test_by_default_the_smooth_rule_moves_by_a_thousandth_of_a_bit_and_by_one():
+    rule = ols.smooth_loss_scale()
+    state = rule.adjust(rule.init(), True)
+    assert (state.loss_scale, state.rule_state.fraction) == (2.0**15, np.float32(1e-3))
+    state = rule.adjust(state, False)
+    assert state.loss_scale == 2.0**14
+
+
 def test_the_smooth_rule_starts_with_a_fraction_where_the_scale_is_between():
     state = ols.smooth_loss_scale(2.0**10 * 1.5).init()
     assert state.loss_scale == 2.0**10
@@ -79,6 +87,14 @@ def test_the_smooth_rule_goes_on_from_a_scale_that_was_set():
     state = ols.set_loss_scale(rule.adjust(rule.init(), True), 1000.0)
     assert rule.adjust(state, True).loss_scale == 2000
     assert rule.adjust(state, False).loss_scale == 500
+
+
+def test_the_smooth_rule_takes_a_fraction_that_is_nan_for_zero():
+    rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
+    state = rule.init()
+    rule_state = state.rule_state._replace(fraction=jnp.asarray(math.nan, jnp.float32))
+    damaged = state._replace(rule_state=rule_state)
+    assert_same_bits(rule.adjust(damaged, True), rule.adjust(state, True))
 
 
 @given(
@@ -128,6 +144,11 @@ def test_gradients_that_are_all_zero_move_nothing_at_first():
     assert scales(rule, [0.0, 0.0, 1.0, 0.0, 0.0]) == [2.0**10] * 2 + [2.0**13] * 3
     # A subnormal float32, which some platforms flush, counts as zero on all.
     assert scales(rule, [1e-40]) == [2.0**10]
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(2.0**-126, 2**24), (2.0**-127, 8)])
+def test_gradients_that_are_subnormal_count_as_zero(largest, expected):
+    assert scales(ols.headroom_loss_scale(8.0), [largest]) == [expected]
 
 
 def test_a_scale_so_low_that_all_gradients_are_flushed_rises_again():
@@ -219,6 +240,11 @@ def test_a_restored_state_goes_on_as_if_nothing_had_happened():
     assert_same_bits(rest, jax.tree.map(lambda leaf: leaf[4:], states))
 
 
+def test_by_default_headroom_remembers_64_steps_and_the_peaks_of_2400():
+    recent, peaks = ols.headroom_loss_scale().init().rule_state
+    assert (recent.shape, peaks.shape) == ((64,), (2400,))
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [(jnp.float16, 2.0**15), (jnp.float8_e5m2, 2.0**15), (jnp.bfloat16, 2.0**24)],
@@ -232,6 +258,9 @@ def test_headroom_is_that_of_the_dtype(dtype, expected):
     [
         ({"history": 0}, ValueError, "`history` must be at least 1"),
         ({"history": 2.0}, TypeError, "`history` must be an integer"),
+        ({"recent": 0}, ValueError, "`recent` must be at least 1"),
+        ({"margin_bits": "1"}, TypeError, "`margin_bits` must be a number, got '1'"),
+        ({"margin_bits": 126.5}, ValueError, "`margin_bits` .* at most 126, got 126.5"),
         ({"margin_bits": -1.0}, ValueError, "`margin_bits` must be finite, at least 0"),
         ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
         ({"init_scale": 0.0}, ValueError, "`init_scale` must be positive"),
@@ -244,10 +273,15 @@ def test_headroom_refuses_a_bad_setting(settings, error, message):
 
 
 @pytest.mark.parametrize("name", ["growth_bits", "backoff_bits"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 1000.0, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, 126.5, math.nan])
 def test_smooth_refuses_a_bad_setting(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be finite, at least 9.5"):
         ols.smooth_loss_scale(**{name: value})
+
+
+def test_smooth_refuses_a_bad_first_scale():
+    with pytest.raises(ValueError, match="`init_scale` must be positive"):
+        ols.smooth_loss_scale(0.0)
 
 
 def test_headroom_without_a_largest_magnitude_is_refused():
@@ -360,6 +394,13 @@ def test_a_schedule_never_takes_the_scale_out_of_its_range(make, value):
         assert 2.0**-126 <= scale <= 2.0**126
 
 
+@pytest.mark.parametrize("make", RULES.values())
+def test_a_schedule_may_give_an_integer(make):
+    rule = make(2.0**10, max_scale=lambda count: 16)
+    assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
+
+
 def test_a_schedule_must_give_one_number():
-    with pytest.raises(ValueError, match="`min_scale` must be a schedule that gives"):
-        ols.dynamic_loss_scale(min_scale=lambda step: jnp.ones(2))
+    for value in (jnp.ones(2), (1.0, 2.0)):
+        with pytest.raises(ValueError, match="`min_scale` must be a schedule that giv"):
+            ols.dynamic_loss_scale(min_scale=lambda step, value=value: value)

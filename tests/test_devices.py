@@ -252,8 +252,9 @@ def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule, scal
     assert set(result) == {scalar}
 
 
-def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes():
-    mesh, params = sharded(TWO_AXES, (AxisType.Explicit,) * 2)
+@pytest.mark.parametrize("specs", [TWO_AXES, {"a": P("data"), "c": P(None, "model")}])
+def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes(specs):
+    mesh, params = sharded(specs, (AxisType.Explicit,) * 2)
     with set_mesh(mesh):
         tx = ols.loss_scaled(adam(), RULE)
         state = jax.jit(tx.init)(params)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from compare import assert_same_bits
 from compat import enable_x64, set_mesh
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from optax_lossscale import diagnostics
-from optax_lossscale._bits import split
+from optax_lossscale._bits import split, split_number
 
 SMALL = [
     "float8_e4m3fn",
@@ -203,9 +204,20 @@ def test_a_subnormal_largest_entry_is_no_zero():
     assert diagnostics.suggest_init_scale(tiny) == 2.0**126
 
 
+@pytest.mark.parametrize("tree", [jnp.zeros(3), [jnp.zeros(2), jnp.zeros(0)], []])
+def test_where_all_is_zero_there_is_all_room_and_the_default_is_suggested(tree):
+    assert diagnostics.headroom_bits(tree) == math.inf
+    assert diagnostics.suggest_init_scale(tree) == 2.0**15
+
+
+def test_zeros_beside_other_entries_take_no_room():
+    tree = [jnp.zeros(2), jnp.asarray([0.0, 2.0**-130]), jnp.zeros(3)]
+    assert diagnostics.headroom_bits(tree) == pytest.approx(146, abs=1e-3)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_with_something_nonfinite_there_is_no_room_and_no_suggestion(value):
-    tree = [jnp.ones(2), jnp.asarray([1.0, value])]
+    tree = [jnp.ones(2), jnp.asarray([1.0, value]), jnp.ones(3)]
     assert diagnostics.headroom_bits(tree) == -math.inf
     suggested = float(diagnostics.suggest_init_scale(tree))
     with pytest.raises(ValueError, match="`init_scale` must be positive"):
@@ -263,6 +275,19 @@ def test_sharded_leaves_are_read_where_they_lie(axis_type):
 def test_float64_holds_what_float32_does():
     values = jnp.asarray([1e-9, 0.3, 1e-3])
     assert diagnostics.underflow_fraction(values, dtype=jnp.float64) == 0
+
+
+def test_a_number_is_split_as_an_array_is():
+    assert_same_bits(split_number(0.75), split(jnp.asarray(0.75)))
+
+
+def test_room_is_float32_also_of_float64():
+    with enable_x64(True):
+        dtypes = (jnp.float16, jnp.float32, jnp.float64)
+        tree = [jnp.asarray([3.0], dtype) for dtype in dtypes]
+        bits = diagnostics.headroom_bits(tree, scale=2.0)
+    assert bits.dtype == jnp.float32
+    assert bits == pytest.approx(math.log2(65504 / 6), abs=1e-4)
 
 
 def test_paths_that_look_the_same_are_told_apart():

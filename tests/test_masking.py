@@ -6,6 +6,9 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, types
+from compat import set_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optax_lossscale import _masking
 from optax_lossscale._masking import (
@@ -43,6 +46,17 @@ def test_a_bad_step_keeps_every_bit_of_the_old_state():
     assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
     other_key = {"key": jax.random.key(1)}
     assert_same_bits(mask_state(BAD, other_key, KEY), KEY)
+
+
+@pytest.mark.parametrize("finite", [GOOD, BAD])
+def test_on_an_explicit_mesh_the_state_lies_as_the_new_one(finite):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with set_mesh(mesh):
+        new = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+        old = jax.device_put(-jnp.arange(8.0), NamedSharding(mesh, P()))
+        masked = jax.jit(mask_state)(finite, new, old)
+    assert masked.sharding == new.sharding
+    assert_same_bits(masked, new if finite else old)
 
 
 def test_numbers_in_a_state_are_kept_too():
@@ -163,29 +177,36 @@ def test_a_bad_step_run_masked_keeps_the_state_and_updates_nothing(way):
 
 
 def test_in_flight_updates_are_computed_from_the_masked_state():
+    @jax.jit
+    def halve(moment):
+        return jnp.broadcast_to(moment, (1, 2))[0] * 0.5
+
     def momentum(grads, state):
-        return (new := state * 0.5 + grads), new
+        moment, count = state
+        return (new := halve(moment) + grads), (new, count + 1)
 
     def run(finite, grads, state):
         return masked(finite, grads, state, momentum)
 
-    program = jax.make_jaxpr(run)(GOOD, GRADS, OLD["moment"]).jaxpr
-    (mask,) = [e for e in program.eqns if program.outvars[1] in e.outvars]
+    program = jax.make_jaxpr(run)(GOOD, GRADS, (OLD["moment"], OLD["count"])).jaxpr
+    _, moment, _ = program.outvars
+    (mask,) = [e for e in program.eqns if moment in e.outvars]
     assert mask.primitive.name == "select_n"
     unmasked = mask.invars[2]
     assert [e for e in program.eqns if unmasked in e.invars] == [mask]
-    assert any(program.outvars[1] in e.invars for e in program.eqns)
+    assert any(moment in e.invars for e in program.eqns)
 
 
-def test_scalars_are_masked_at_the_end():
+@pytest.mark.parametrize("count", [0, 0.0])
+def test_scalars_are_masked_at_the_end(count):
     # The bias correction of a first step that is bad divides by 1 - 0.9**count.
     def corrected(grads, state):
-        count = state + 1
-        return grads / (1 - 0.9 ** count.astype(jnp.float32)), count
+        new = state + 1
+        return grads / (1 - 0.9 ** new.astype(jnp.float32)), new
 
     @jax.jit
     def slope(grads):
-        run = masked(BAD, grads, jnp.asarray(0), corrected)
+        run = masked(BAD, grads, jnp.asarray(count), corrected)
         return run[0].sum()
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -9,6 +9,7 @@ import pytest
 from compare import assert_same_bits
 
 import optax_lossscale as ols
+from optax_lossscale._checks import static_number
 
 
 def scales(rule, history):
@@ -40,6 +41,14 @@ def test_growth_comes_exactly_on_the_interval_th_finite_step():
     # Flax's DynamicScale is one step late.
     rule = ols.dynamic_loss_scale(8.0, growth_interval=3)
     assert scales(rule, [True] * 7) == [8, 8, 8, 16, 16, 16, 32, 32]
+
+
+def test_by_default_growth_comes_on_the_2000th_finite_step():
+    rule = ols.dynamic_loss_scale(8.0)
+    state = rule.init()
+    count = state.rule_state._replace(growth_count=jnp.asarray(1998, jnp.int32))
+    before = rule.adjust(state._replace(rule_state=count), True)
+    assert (before.loss_scale, rule.adjust(before, True).loss_scale) == (8, 16)
 
 
 def test_a_nonfinite_step_backs_off_and_starts_the_count_again():
@@ -107,12 +116,20 @@ def test_counters_count():
     assert not state.last_finite
 
 
-@pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.static_loss_scale])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ols.dynamic_loss_scale,
+        ols.smooth_loss_scale,
+        ols.headroom_loss_scale,
+        ols.static_loss_scale,
+    ],
+)
 def test_a_verdict_may_be_a_number(make):
     rule = make(8.0)
     for number in (0, 1, np.int32(0), np.float32(1.0)):
-        expected = rule.adjust(rule.init(), bool(number))
-        assert_same_bits(rule.adjust(rule.init(), number), expected)
+        expected = rule.adjust(rule.init(), bool(number), 1.0)
+        assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
 
 
 def test_a_static_scale_carries_nothing_of_its_own():
@@ -144,20 +161,24 @@ def test_static_keeps_the_scale(skip_nonfinite):
 
 
 def test_static_counts_skips_unless_it_does_not_skip():
-    for skip_nonfinite, expected in ((True, (2, 2, 3)), (False, (0, 0, 3))):
-        rule = ols.static_loss_scale(128.0, skip_nonfinite=skip_nonfinite)
+    for settings, expected in (
+        ({}, (2, 2, 3)),
+        ({"skip_nonfinite": True}, (2, 2, 3)),
+        ({"skip_nonfinite": False}, (0, 0, 3)),
+    ):
+        rule = ols.static_loss_scale(128.0, **settings)
         state = rule.init()
         for finite in [True, False, False]:
             state = rule.adjust(state, finite)
         counts = (state.notfinite_count, state.total_notfinite, state.step_count)
         assert tuple(map(int, counts)) == expected
-        assert state.last_finite == (not skip_nonfinite)
+        assert state.last_finite == (not rule.skips)
 
 
 def test_no_loss_scale_is_one_and_skips_nothing():
     rule = ols.no_loss_scale()
     assert scales(rule, [True, False]) == [1.0] * 3
-    assert not rule.skips
+    assert rule.skips is False
     assert rule == ols.no_loss_scale()
     assert rule != ols.static_loss_scale(1.0, skip_nonfinite=False)
 
@@ -235,6 +256,20 @@ def test_settings_may_be_large_python_integers():
 def test_a_setting_is_one_number():
     with pytest.raises(TypeError, match=r"`init_scale` must be one number, got shape"):
         ols.dynamic_loss_scale(np.ones(2))
+
+
+def test_a_setting_may_be_the_last_of_its_range():
+    assert ols.dynamic_loss_scale(growth_interval=2**31 - 1).init().loss_scale == 2**15
+    assert ols.smooth_loss_scale(growth_bits=126.0).init().loss_scale == 2**15
+    for scale in (2.0**-126, 2.0**126):
+        assert ols.static_loss_scale(scale).init().loss_scale == scale
+
+
+def test_a_setting_without_an_upper_limit_says_so():
+    with pytest.raises(
+        ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
+    ):
+        static_number("x", -1.0, 0.0)
 
 
 def test_settings_may_be_numpy_numbers():

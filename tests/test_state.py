@@ -1,5 +1,7 @@
 """Finding, getting and setting a loss scale in any pytree."""
 
+import operator
+
 import flax.linen as nn
 import flax.serialization
 import flax.training.train_state
@@ -9,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from compare import assert_same_bits, types
+from compat import enable_x64
 from flax import nnx
 from inner import adam
 
@@ -31,7 +34,30 @@ def test_state_has_the_documented_fields_and_dtypes():
     )
     dtypes = [leaf.dtype for leaf in state[:5]]
     assert dtypes == [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "dtypes"),
+    [
+        (ols.dynamic_loss_scale, [jnp.int32, jnp.int32]),
+        (ols.smooth_loss_scale, [jnp.float32]),
+        (ols.headroom_loss_scale, [jnp.float32, jnp.float32]),
+        (lambda: ols.static_loss_scale(8.0), []),
+        (ols.no_loss_scale, []),
+    ],
+    ids=["dynamic", "smooth", "headroom", "static", "none"],
+)
+def test_every_array_of_a_state_is_strongly_typed_and_no_wider_in_x64(
+    rule, dtypes, x64
+):
+    of_all = [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
+    with enable_x64(x64):
+        state = rule().init()
+        for each in (state, rule().adjust(state, True, 1.0)):
+            leaves = jax.tree.leaves(each)
+            assert [leaf.dtype for leaf in leaves] == [*of_all, *dtypes]
+            assert not any(leaf.weak_type for leaf in leaves)
 
 
 def test_every_field_of_a_new_state_is_its_own_buffer():
@@ -43,6 +69,17 @@ def test_every_field_of_a_new_state_is_its_own_buffer():
 def test_find_returns_the_state_itself():
     state = ols.dynamic_loss_scale().init()
     assert_same_bits(ols.find_loss_scale_state(state), state)
+
+
+def test_find_leaves_the_arrays_of_a_restored_state_as_they_are():
+    state = jax.device_get(ols.dynamic_loss_scale().init())
+    found = ols.find_loss_scale_state({"restored": state})
+    assert all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves(state)))
+
+
+def test_get_is_one_where_nothing_would_divide_it_out():
+    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.asarray(8.0))
+    assert ols.get_loss_scale(state) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,6 +147,8 @@ def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
     set_scale = jax.jit(lambda state, value: ols.set_loss_scale(state, value))
     for value in (8.0, 8, jnp.int32(8), jnp.float16(8)):
         assert set_scale(state, value).loss_scale == 8.0
+    for value in (2.0**-126, 2.0**126):
+        assert set_scale(state, value).loss_scale == value
     for value in (0.0, -1.0, np.nan, np.inf, 2.0**127):
         assert set_scale(state, value).loss_scale == 2.0**10
 

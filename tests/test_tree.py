@@ -8,6 +8,7 @@ import pytest
 from compat import enable_x64
 
 import optax_lossscale as ols
+from optax_lossscale._tree import wide_param
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -95,10 +96,17 @@ def test_leaves_that_are_not_floating_pass_through(function):
 
 def test_unscale_leaves_masked_out_parts_untouched():
     tree = {"w": {"a": jnp.ones(2), "b": jnp.ones(2)}, "fp8": jnp.ones(2, jnp.float16)}
-    for mask in ({"w": True, "fp8": False}, lambda tree: {"w": True, "fp8": False}):
+    for mask in ({"w": True, "fp8": False}, lambda tree: {k: k == "w" for k in tree}):
         out = ols.unscale(tree, STATE, mask=mask)
         assert out["fp8"] is tree["fp8"]
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
+
+
+def test_an_abstract_parameter_is_widened_where_it_lies():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    param = jax.ShapeDtypeStruct((2, 3), jnp.float16, sharding=sharding)
+    wide = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)
+    assert wide_param(param) == wide
 
 
 def test_unscale_with_a_mask_of_another_tree_fails():
