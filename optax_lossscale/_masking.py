@@ -55,7 +55,7 @@ def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
     def select(new: jax.Array, old: jax.Array) -> jax.Array:
         sharding = jax.typeof(new).sharding
-        if any(sharding.spec) and jax.typeof(old).sharding != sharding:
+        if not sharding.mesh.empty and jax.typeof(old).sharding != sharding:
             # On an explicit mesh a select wants both alike. The new one is as the
             # bare optimizer leaves it.
             old = jax.sharding.reshard(old, sharding)

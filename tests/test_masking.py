@@ -1,5 +1,7 @@
 """What a bad step leaves behind: nothing; and what masking in flight must respect."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from optax_lossscale import _masking
 from optax_lossscale._masking import (
     cast_like,
+    evaluate,
     mask_inputs,
     mask_state,
     mask_updates,
@@ -49,14 +52,27 @@ def test_a_bad_step_keeps_every_bit_of_the_old_state():
 
 
 @pytest.mark.parametrize("finite", [GOOD, BAD])
-def test_on_an_explicit_mesh_the_state_lies_as_the_new_one(finite):
+@pytest.mark.parametrize("specs", [(P("data"), P(None)), (P(None), P("data"))])
+def test_on_an_explicit_mesh_the_state_lies_as_the_new_one(finite, specs):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with set_mesh(mesh):
-        new = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
-        old = jax.device_put(-jnp.arange(8.0), NamedSharding(mesh, P()))
+        new, old = (
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for array, spec in zip((jnp.ones(8), jnp.zeros(8)), specs, strict=True)
+        )
         masked = jax.jit(mask_state)(finite, new, old)
     assert masked.sharding == new.sharding
     assert_same_bits(masked, new if finite else old)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_state_on_a_mesh_may_be_reset(axis_type, is_set):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    old = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+    with set_mesh(mesh) if is_set else contextlib.nullcontext():
+        masked = jax.jit(lambda old: mask_state(BAD, jnp.zeros(8), old))(old)
+    assert_same_bits(masked, old)
 
 
 def test_numbers_in_a_state_are_kept_too():
@@ -258,6 +274,12 @@ def test_an_error_of_the_update_is_raised_as_it_is():
 
     with pytest.raises(KeyError, match="no such moment"):
         jax.jit(lambda *args: masked(*args, broken))(GOOD, GRADS, OLD)
+
+
+def test_an_equation_may_be_evaluated_with_other_parameters():
+    cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
+    assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
+    assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
 
 
 def test_names_in_a_profile_are_those_of_the_update():
