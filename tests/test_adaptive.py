@@ -10,7 +10,7 @@ import oracle
 import pytest
 import strategies
 from compare import assert_same_bits, types
-from compat import set_mesh
+from compat import enable_x64, set_mesh
 from history import states_after
 from hypothesis import given
 from hypothesis import strategies as st
@@ -398,6 +398,18 @@ def test_a_schedule_never_takes_the_scale_out_of_its_range(make, value):
 def test_a_schedule_may_give_an_integer(make):
     rule = make(2.0**10, max_scale=lambda count: 16)
     assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
+
+
+@pytest.mark.parametrize("make", RULES.values())
+def test_bounds_are_those_of_float32_in_x64_too(make):
+    with enable_x64(True):
+        cap = jnp.asarray(16.0, jnp.float64)
+        rule = make(2.0**10, max_scale=lambda count: cap)
+        scale = rule.adjust(rule.init(), True, 1.0).loss_scale
+        assert (scale, scale.dtype) == (16, jnp.float32)
+        rule = make(8.0, min_scale=8 * (1 + 2.0**-40), max_scale=16.0)
+        state = rule.adjust(rule.init(), False, INF)
+    assert state.loss_scale == 8
 
 
 def test_a_schedule_must_give_one_number():

@@ -422,6 +422,7 @@ def test_an_axis_name_that_is_not_bound_gives_jax_s_error_and_a_hint():
 def test_on_an_explicit_mesh_other_leaves_may_be_anywhere():
     mesh, params = sharded(TWO_AXES, (AxisType.Explicit,) * 2)
     trees = {"a": np.ones(3, np.float32), "b": 1.0, **params}
+    assert jax.jit(ols.all_finite)(trees)  # Also where the mesh is set nowhere.
     with set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
