@@ -2,7 +2,7 @@
 # Mutation testing of the core with mutmut: it changes the code in one place after the
 # other, and asks whether a test notices. Prints the share of the changes that one did,
 # and those that none did and that equivalent_mutants.md does not name; fails if there are
-# such, or below 90 %. Takes more than an hour on two cores.
+# such, or below 90 %. Takes about an hour on two cores.
 #
 #   tests/mutation.sh [folder]     where `mutmut show NAME` then shows a change
 set -euo pipefail
@@ -45,9 +45,11 @@ missed = [name for name, verdict in verdicts if verdict not in noticed]
 named = pathlib.Path("tests/equivalent_mutants.md").read_text()
 unnamed = 0
 for name in missed:
-    new = [line[1:].strip() for line in mutmut("show", name) if line.startswith("+ ")]
-    if not new or f"`{new[0]}`" not in named:
-        print(name, *new, sep="\n    ")
+    diff = [line for line in mutmut("show", name) if line.startswith(("+ ", "- "))]
+    new = [line for line in diff if line[0] == "+" and line.strip("+ )")]
+    line = (new or diff)[0][1:].strip()  # Of one that is left out, the old line.
+    if f"`{line}`" not in named:
+        print(name, *diff, sep="\n    ")
         unnamed += 1
 share = 1 - len(missed) / len(verdicts)
 print(f"{len(verdicts)} mutants, {share:.1%} noticed; {unnamed} of the others not named")

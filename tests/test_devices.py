@@ -263,6 +263,9 @@ def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes(specs):
         assert types(after) == types(state)
         bad = {**params, "c": params["c"] * jnp.nan}
         skipped = jax.jit(tx.update)(bad, state, params)[1]
+        tx = ols.loss_scaled(adam(), max_rule())
+        unscaled = jax.jit(tx.update)(params, tx.init(params), params)[1]
+    assert unscaled.loss_scale_state.rule_state.largest == 1 / SCALE
     assert found == [(["pred[]"], "all-reduce")]
     assert after.loss_scale_state.last_finite
     assert not skipped.loss_scale_state.last_finite

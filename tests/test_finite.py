@@ -116,6 +116,19 @@ def test_all_finite_agrees_over_a_named_axis():
     assert together.tolist() == [False] * 3
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ["a", "b"]])
+def test_they_agree_over_several_named_axes(names):
+    def over_all(function):
+        def member(x):
+            return function(x, axis_name=names)
+
+        return jax.vmap(jax.vmap(member, axis_name="b"), axis_name="a")
+
+    grid = jnp.asarray([[1.0, 2.0], [3.0, jnp.inf]])
+    assert over_all(ols.all_finite)(grid).tolist() == [[False] * 2] * 2
+    assert over_all(ols.max_magnitude)(1 / grid).tolist() == [[1.0] * 2] * 2
+
+
 def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
     agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
     assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
