@@ -172,6 +172,15 @@ def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype, bad):
             assert ols.max_magnitude(leaves) == jnp.inf
 
 
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
+def test_only_a_gpu_reads_leaves_as_one_array(platform):
+    leaves = [jnp.ones(300), jnp.ones(700)]
+    traced = jax.jit(lambda *leaves: ols.all_finite(leaves)).trace(*leaves)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    is_gpu = platform in ("cuda", "rocm")
+    assert ("1000xf32" in text) == (is_gpu and _finite._are_local())
+
+
 def test_a_gpu_reads_a_thousand_leaves_in_groups_of_sixty():
     groups = concatenated([jnp.ones((3, 2), jnp.float16)] * 1000 + [jnp.ones(5)])
     assert [group.size for group in groups] == [360] * 16 + [240, 5]

@@ -8,7 +8,7 @@ import pytest
 from compat import enable_x64
 
 import optax_lossscale as ols
-from optax_lossscale._tree import wide_param
+from optax_lossscale._tree import wide_param, widen
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -100,6 +100,11 @@ def test_unscale_leaves_masked_out_parts_untouched():
         out = ols.unscale(tree, STATE, mask=mask)
         assert out["fp8"] is tree["fp8"]
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
+
+
+def test_what_is_widened_is_strongly_typed():
+    assert not widen(jnp.asarray(1.0)).weak_type
+    assert not widen(1.0).weak_type
 
 
 def test_an_abstract_parameter_is_widened_where_it_lies():
