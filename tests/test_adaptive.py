@@ -273,7 +273,7 @@ def test_headroom_refuses_a_bad_setting(settings, error, message):
 
 
 @pytest.mark.parametrize("name", ["growth_bits", "backoff_bits"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 126.5, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, 126.5, 1000.0, math.nan])
 def test_smooth_refuses_a_bad_setting(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be finite, at least 9.5"):
         ols.smooth_loss_scale(**{name: value})

@@ -545,7 +545,7 @@ def test_integer_and_float0_leaves_pass():
 def test_gradients_of_another_tree_fail_at_trace_time(grads):
     tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # Which alone would not notice.
     with pytest.raises(
-        ValueError, match=r"^`grads` must have the tree structure of "
+        ValueError, match=r"^`grads` must have the tree structure of `params`, "
     ) as e:
         jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS)
     is_leaf = not isinstance(grads, dict | list)
