@@ -413,6 +413,7 @@ def test_bounds_are_those_of_float32_in_x64_too(make):
 
 
 def test_a_schedule_must_give_one_number():
+    message = "`min_scale` must be a schedule that gives"
     for value in (jnp.ones(2), (1.0, 2.0)):
-        with pytest.raises(ValueError, match="`min_scale` must be a schedule that giv"):
+        with pytest.raises(ValueError, match=message):
             ols.dynamic_loss_scale(min_scale=lambda step, value=value: value)

@@ -172,7 +172,7 @@ def test_static_counts_skips_unless_it_does_not_skip():
             state = rule.adjust(state, finite)
         counts = (state.notfinite_count, state.total_notfinite, state.step_count)
         assert tuple(map(int, counts)) == expected
-        assert state.last_finite == (not rule.skips)
+        assert state.last_finite == (not settings.get("skip_nonfinite", True))
 
 
 def test_no_loss_scale_is_one_and_skips_nothing():
