@@ -27,7 +27,7 @@ from torch_operations import OPERATIONS
 from zoo import MODELS, Encoder
 
 import optax_lossscale as ols
-from optax_lossscale._values import equations_of
+from optax_lossscale._jaxprs import equations_of
 
 LOSS_SCALE = 2.0**10
 PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -1,18 +1,28 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
 from optax_lossscale import diagnostics, plotting, presets
-from optax_lossscale._adaptive import headroom_loss_scale, smooth_loss_scale
-from optax_lossscale._autocast import autocast, autocast_report, full_precision
+from optax_lossscale._autocast.transform import (
+    autocast,
+    autocast_report,
+    full_precision,
+)
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
-from optax_lossscale._keras import ema_params, finalize_params, loss_scale_optimizer
-from optax_lossscale._precision import cast_params, master_weights
+from optax_lossscale._headroom import headroom_loss_scale
+from optax_lossscale._keras.optimizer import (
+    ema_params,
+    finalize_params,
+    loss_scale_optimizer,
+)
+from optax_lossscale._master_weights import cast_params, master_weights
 from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
     no_loss_scale,
     static_loss_scale,
 )
+from optax_lossscale._scaling import scale, unscale
+from optax_lossscale._smooth import smooth_loss_scale
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
@@ -26,7 +36,6 @@ from optax_lossscale._telemetry import (
     raise_if_stalled,
 )
 from optax_lossscale._transform import adopt_inner_state, loss_scaled
-from optax_lossscale._tree import scale, unscale
 
 __version__ = "0.1.0"
 

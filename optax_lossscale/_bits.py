@@ -1,7 +1,7 @@
-"""Exponents, read from the bits of a number, so that nothing is rounded or flushed.
+"""Exponents and mantissas, read from the bits of a number.
 
-XLA's `log2` and `exp2` are wrong at some exact powers of two, and comparisons and
-arithmetic on a CPU or TPU take subnormal numbers for zero.
+Reading the bits is always exact. XLA's `log2` and `exp2` are wrong at some exact powers
+of two, and on a CPU or TPU arithmetic and comparisons treat subnormal numbers as zero.
 """
 
 import math
@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_LOWEST = -(2**20)  # Below any exponent.
+_LOWEST = -(2**20)  # Below the exponent of any float.
 
 
 class Split(NamedTuple):
-    """A number `x`, any shape: `abs(x) = mantissa * 2**exponent` where it is nonzero.
+    """Numbers `x` of any shape: `abs(x) = mantissa * 2**exponent` where `x` is nonzero.
 
     Attributes:
       exponent: `i32`. `floor(log2(abs(x)))`.
-      mantissa: `f32`, or `f64` of float64, from 1 to below 2.
+      mantissa: From 1 to below 2; `f64` if `x` is float64, else `f32`.
       is_zero: `bool`.
       is_finite: `bool`.
     """
@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split(x: jax.Array) -> Split:
-    """Splits real floating numbers exactly, subnormal ones too."""
+    """Splits real floating numbers exactly, subnormal numbers included."""
     wide, unsigned, size, digits = jnp.float32, jnp.uint32, 32, 23
     if x.dtype == jnp.float64:
         wide, unsigned, size, digits = jnp.float64, jnp.uint64, 64, 52
@@ -40,7 +40,7 @@ def split(x: jax.Array) -> Split:
     magnitude = _bits(x, unsigned) & unsigned((1 << (size - 1)) - 1)
     field = (magnitude >> unsigned(digits)).astype(jnp.int32)
     fraction = magnitude & unsigned((1 << digits) - 1)
-    # The leading one of a subnormal number is moved to where that of others is implied.
+    # A subnormal number has no implied leading one: shift its own into that place.
     shift = lax.clz(fraction) - unsigned(size - 1 - digits)
     is_subnormal = field == 0
     exponent = jnp.where(is_subnormal, 1 - shift.astype(jnp.int32), field)
@@ -56,7 +56,7 @@ def split(x: jax.Array) -> Split:
 
 
 def split_number(number: float) -> Split:
-    """Splits a positive number, which may be beyond float32."""
+    """Splits a positive Python number, which may lie outside float32's range."""
     mantissa, exponent = math.frexp(number)
     return Split(
         exponent=jnp.int32(exponent - 1),
@@ -67,16 +67,21 @@ def split_number(number: float) -> Split:
 
 
 def largest_of(arrays: Iterable[Split]) -> Split:
-    """The largest finite one; whether all is zero, and whether all is finite."""
+    """Splits the entry with the largest finite magnitude.
+
+    `is_zero` says whether all finite entries are zero, `is_finite` whether all entries
+    are finite.
+    """
     exponent, mantissa = jnp.int32(_LOWEST), jnp.float32(1)
     is_finite = jnp.asarray(True)
     for array in arrays:
         exponents = jnp.where(array.is_finite & ~array.is_zero, array.exponent, _LOWEST)
         top = jnp.max(exponents, initial=_LOWEST)
-        of_top = jnp.where(exponents == top, array.mantissa.astype(jnp.float32), 1.0)
-        of_top = jnp.max(of_top, initial=1.0)
-        both = jnp.where(top == exponent, jnp.maximum(mantissa, of_top), of_top)
-        mantissa = jnp.where(top >= exponent, both, mantissa)
+        at_top = jnp.where(exponents == top, array.mantissa.astype(jnp.float32), 1.0)
+        top_mantissa = jnp.max(at_top, initial=1.0)
+        larger = jnp.maximum(mantissa, top_mantissa)
+        mantissa = jnp.where(top == exponent, larger, mantissa)
+        mantissa = jnp.where(top > exponent, top_mantissa, mantissa)
         exponent = jnp.maximum(top, exponent)
         is_finite &= jnp.all(array.is_finite)
     return Split(exponent, mantissa, exponent == _LOWEST, is_finite)
@@ -88,16 +93,24 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def exponent_of_quotient(dividend: Split, divisor: Split) -> jax.Array:
-    """`floor(log2(dividend / divisor))`; no quotient is rounded."""
-    below = jnp.where(dividend.mantissa < divisor.mantissa, 1, 0)
-    return dividend.exponent - divisor.exponent - below
+    """`floor(log2(dividend / divisor))`, computed without rounding a quotient."""
+    borrow = jnp.where(dividend.mantissa < divisor.mantissa, 1, 0)
+    return dividend.exponent - divisor.exponent - borrow
+
+
+def exponents_within(
+    bounds: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
+) -> tuple[jax.Array, jax.Array]:
+    """Exponents of the smallest and the largest power of two within two bounds."""
+    low, high = (split(jnp.asarray(bound, jnp.float32)) for bound in bounds)
+    return low.exponent + jnp.where(low.mantissa > 1, 1, 0), high.exponent
 
 
 def _bits(x: jax.Array, unsigned: type) -> jax.Array:
-    """The bits of a float, after an exact cast to 32 of them where it has fewer."""
-    if x.dtype == jnp.bfloat16:  # A cast might flush subnormals; this is the same.
-        halves = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-        return jnp.left_shift(halves, jnp.uint32(16))
+    """The bits of a float; floats narrower than 32 bits are widened exactly first."""
+    if x.dtype == jnp.bfloat16:  # A cast might flush subnormal numbers; a shift cannot.
+        upper_half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return jnp.left_shift(upper_half, jnp.uint32(16))
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     bits: jax.Array = lax.bitcast_convert_type(wide, unsigned)
     return bits

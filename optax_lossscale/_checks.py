@@ -1,24 +1,22 @@
-"""What a setting may be; refused where it is made, in one wording."""
+"""Checks of settings: each raises a clear error as soon as the setting is given."""
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-# A scale, or one for each step.
-ScaleBound: TypeAlias = float | optax.Schedule
+from optax_lossscale._types import ScaleBound
 
-# Beyond 2**126 the reciprocal of a scale is a subnormal, which XLA flushes to
-# zero, and with it every gradient. Below 2**-126 the scale itself is subnormal.
+# Beyond 2**126 the reciprocal of a scale is subnormal. XLA flushes it to zero, and
+# with it every gradient. Below 2**-126 the scale itself is subnormal.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def checked_scale(name: str, value: jax.typing.ArrayLike) -> np.ndarray:
-    """The value as float64; raises unless every entry is a usable loss scale."""
+def check_scales(name: str, value: jax.typing.ArrayLike) -> np.ndarray:
+    """Returns the value as float64, if every entry is a usable loss scale."""
     scale = _as_float64(name, value)
     if not np.all((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)):
         raise ValueError(
@@ -28,13 +26,13 @@ def checked_scale(name: str, value: jax.typing.ArrayLike) -> np.ndarray:
     return scale
 
 
-def static_scale(name: str, value: float) -> float:
-    """A loss scale as a setting: one number, in Python's own type."""
-    return float(checked_scale(name, _one_float64(name, value)))
+def check_scale(name: str, value: float) -> float:
+    """Returns one loss scale as a Python number."""
+    return float(check_scales(name, _one_float64(name, value)))
 
 
-def static_flag(name: str, value: bool) -> bool:
-    """A choice as a setting: True or False, and nothing that merely looks like one."""
+def check_flag(name: str, value: bool) -> bool:
+    """Returns True or False, and refuses other values that are true or false."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
             f"`{name}` must be True or False, got {value!r} of type "
@@ -43,11 +41,11 @@ def static_flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def static_factor(name: str, value: float, low: float, high: float) -> float:
-    """A factor as a setting: as float32, strictly between `low` and `high`."""
+def check_factor(name: str, value: float, low: float, high: float) -> float:
+    """Returns a factor as float32 holds it, strictly between `low` and `high`."""
     number = _one_float64(name, value)
     with np.errstate(over="ignore"):
-        # As float32, because that is what the state is really multiplied by.
+        # The state is multiplied in float32, so the rounded factor must be in range.
         factor = float(number.astype(np.float32))
     if not low < factor < high:
         raise ValueError(
@@ -57,8 +55,8 @@ def static_factor(name: str, value: float, low: float, high: float) -> float:
     return factor
 
 
-def static_number(name: str, value: float, low: float, high: float = np.inf) -> float:
-    """A finite number as a setting, from `low` to `high`."""
+def check_number(name: str, value: float, low: float, high: float = np.inf) -> float:
+    """Returns a finite number from `low` to `high`."""
     number = _one_float64(name, value)
     if not (np.isfinite(number) and low <= number <= high):
         upper = f" and at most {high:g}" if np.isfinite(high) else ""
@@ -68,15 +66,15 @@ def static_number(name: str, value: float, low: float, high: float = np.inf) -> 
     return float(number)
 
 
-def static_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    """A floating dtype as a setting."""
+def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    """Returns a floating dtype."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
     return dtype
 
 
-def positive_factor(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
-    """One factor; refused if it is concrete and no positive number."""
+def check_positive(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
+    """Returns one factor as an array; a traced one cannot be refused."""
     if jnp.shape(scale) != ():
         raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(scale)}.")
     factor = jnp.asarray(scale, jnp.float32)
@@ -87,12 +85,15 @@ def positive_factor(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
     return factor
 
 
-def static_bounds(
+def check_bounds(
     min_scale: ScaleBound, max_scale: ScaleBound
 ) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
-    """The floor and the cap at a step; where the two cross, the cap wins."""
-    low = _static_bound("min_scale", min_scale)
-    high = _static_bound("max_scale", max_scale)
+    """Returns a function from the step count to the floor and the cap.
+
+    Where a scheduled floor exceeds the cap, the cap wins.
+    """
+    low = _check_bound("min_scale", min_scale)
+    high = _check_bound("max_scale", max_scale)
     if isinstance(low, float) and isinstance(high, float):
         if low > high:
             raise ValueError(
@@ -116,9 +117,9 @@ def static_bounds(
     return bounds
 
 
-def _static_bound(name: str, value: ScaleBound) -> ScaleBound:
+def _check_bound(name: str, value: ScaleBound) -> ScaleBound:
     if not callable(value):
-        return static_scale(name, value)
+        return check_scale(name, value)
     result = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
     if getattr(result, "shape", None) != ():
         raise ValueError(
@@ -127,8 +128,8 @@ def _static_bound(name: str, value: ScaleBound) -> ScaleBound:
     return value
 
 
-def static_count(name: str, value: int, minimum: int = 1) -> int:
-    """A number of steps as a setting, such that an `i32` holds it."""
+def check_count(name: str, value: int, minimum: int = 1) -> int:
+    """Returns a number of steps that an `i32` can hold."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(
             f"`{name}` must be an integer, got {value!r} of type "
@@ -142,16 +143,16 @@ def static_count(name: str, value: int, minimum: int = 1) -> int:
     return int(value)
 
 
-def as_optimizer(
+def check_optimizer(
     name: str, inner: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that a setting stands for; refuses what is none."""
+    """Returns an optimizer whose `update` takes extra arguments."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
-            f"type {type(inner).__name__}. (Pass a made one: `optax.adam(1e-3)`.)"
+            f"type {type(inner).__name__}. (Call the factory: `optax.adam(1e-3)`.)"
         )
     return optax.with_extra_args_support(inner)
 
@@ -169,7 +170,7 @@ def _as_float64(name: str, value: object) -> np.ndarray:
             f"`{name}` must be a concrete number, got {value!r}. (Settings are fixed "
             "when the program is traced.)"
         )
-    # NumPy has no integer type for 2**126.
+    # NumPy's integers are too small for 2**126.
     array = np.asarray(float(value) if type(value) is int else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):
         raise TypeError(

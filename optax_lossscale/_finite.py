@@ -1,18 +1,22 @@
 """The check: whether every entry of every leaf is finite.
 
-It needs one read of the leaves, and little else should cost anything:
+The check reads the leaves once, and should cost little else:
 
-* On a GPU launches are what costs, and each reduction is two kernels. Leaves are read
-  in groups, as one concatenated array, which is never written.
-* On a TPU or CPU a concatenation would be copied, and on a CPU whatever is reduced is
-  first written. Leaves of one shape are laid over each other, entry by entry, and
-  reduced as one.
-* Where leaves may be sharded, each by itself: anything else might gather them.
+* On a GPU each kernel launch costs time, and each reduction takes two kernels. So
+  leaves are concatenated in groups, and each group is reduced at once. XLA does not
+  write the concatenated array to memory.
+* On a TPU or CPU the concatenation would be written to memory, and on a CPU so would
+  the array that is reduced. So leaves of one shape are combined entry by entry, and the
+  result is reduced.
+* Leaves that may be sharded over devices are reduced one by one, because combining them
+  could gather them.
 
-No reduction is trusted with a NaN. A maximum drops it between devices, and on a CPU
-within one array as well (XLA of JAX 0.10 to 0.12, from 4096 entries on). So a NaN is
-`False`, or infinity, before anything is reduced.
+No reduction may see a NaN, since a maximum can lose it: between devices, and on a CPU
+also within one array of 4096 or more entries (XLA of JAX 0.10 to 0.12). So each NaN
+becomes `False` or infinity before anything is reduced.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
@@ -23,43 +27,43 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_lossscale._state import PyTree
-from optax_lossscale._tree import is_floating, real_parts, unscale_leaves, widen
+from optax_lossscale._scaling import unscale_leaves
+from optax_lossscale._tree import is_floating, real_parts, widen
+from optax_lossscale._types import AxisName, PyTree
 
-# One axis, or several, of pmap, vmap or shard_map.
-AxisName = Hashable
-
-# Of 1000 leaves 17 groups, so 34 kernels; much larger groups are written first.
+# 1000 leaves make 17 groups, so 34 kernels. XLA writes much larger groups to memory.
 _CONCATENATED = 60
-# More do not stay on a TPU's chip until the update reads them again.
-_OVERLAID = 16
+# Larger groups spill from the TPU's on-chip memory before the update reads them again.
+_COMBINED = 16
 
 
 class _Statistic(NamedTuple):
-    """What is read of the leaves.
+    """A number that is reduced from all entries of all leaves.
 
     Attributes:
-      of_entries: Makes of an array another of its shape, that holds no NaN.
-      join: Takes two such entries together.
-      reduce: Takes all entries of one array together.
-      of_none: The result where there is no entry.
+      map_entries: Maps an array, entry by entry, to an array without NaN.
+      combine: Combines two such arrays entry by entry.
+      reduce: Reduces such an array over some of its axes.
+      of_empty: The result for no entries.
+      reduce_devices: Reduces the result over devices.
     """
 
-    of_entries: Callable[[jax.Array], jax.Array]
-    join: Callable[[jax.Array, jax.Array], jax.Array]
+    map_entries: Callable[[jax.Array], jax.Array]
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
     reduce: Callable[..., jax.Array]
-    of_none: bool | float
+    of_empty: bool | float
+    reduce_devices: Callable[..., jax.Array]
 
-    def of_all(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Reduces arrays of entries to one scalar."""
+    def reduce_all(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Reduces mapped arrays to one scalar."""
         if not arrays:
-            return jnp.asarray(self.of_none)
+            return jnp.asarray(self.of_empty)
         scalars = [self.reduce(array, range(array.ndim)) for array in arrays]
-        return self.reduce(_stacked(scalars), (0,))
+        return self.reduce(_stack(scalars), (0,))
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """Magnitudes as float32; infinity for NaN."""
+    """Magnitudes as float32, with NaN as infinity."""
     magnitude = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, jnp.inf))
     if x.dtype == jnp.float64:
         float32_max = jnp.finfo(jnp.float32).max.astype(x.dtype)
@@ -68,27 +72,33 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return magnitude.astype(jnp.float32)
 
 
-_FINITE = _Statistic(lax.is_finite, lax.bitwise_and, lax.reduce_and, True)
-_MAGNITUDE = _Statistic(
-    _magnitude,
-    # Not `lax.max`: XLA would reduce each array by itself again.
-    lambda a, b: lax.select(lax.gt(a, b), a, b),
-    lax.reduce_max,
-    0.0,
+_ALL_FINITE = _Statistic(
+    map_entries=lax.is_finite,
+    combine=lax.bitwise_and,
+    reduce=lax.reduce_and,
+    of_empty=True,
+    reduce_devices=lax.pmin,
+)
+_MAX_MAGNITUDE = _Statistic(
+    map_entries=_magnitude,
+    # With `lax.max` XLA would go back to reducing the arrays one by one.
+    combine=lambda a, b: lax.select(lax.gt(a, b), a, b),
+    reduce=lax.reduce_max,
+    of_empty=0.0,
+    reduce_devices=lax.pmax,
 )
 
 
 def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
-    """Whether no leaf holds a NaN or an infinity.
+    """Returns whether no leaf holds a NaN or an infinity.
 
         all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
 
     Args:
       tree: Leaves of any dtype and shape. An empty tree is finite, and so is
         every leaf that is not floating.
-      axis_name: Name, or several, of the axes of `pmap`, `vmap` or
-        `shard_map` over which all devices shall agree. Only the answer crosses
-        devices.
+      axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
+        which all devices must agree. Only the answer crosses devices.
 
     Returns:
       `bool[]`.
@@ -98,24 +108,23 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
       >>> print(ols.all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
       False
     """
-    return is_finite(tree, None, axis_name)
+    return is_finite(tree, loss_scale=None, axis_name=axis_name)
 
 
 def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
-    """The largest magnitude in the tree, infinity when anything is nonfinite.
+    """Returns the largest magnitude in the tree, or infinity if any entry is nonfinite.
 
         max_magnitude(tree) = max(isnan(x) ? inf : abs(x) for every entry x)
 
     NaN becomes infinity before the reduction, because a maximum over devices
-    drops NaN. A complex entry counts by the larger of its parts; a finite float64
-    beyond float32's range counts as `finfo(float32).max`.
+    drops NaN. The magnitude of a complex entry is that of its larger part. A finite
+    float64 beyond float32's range counts as `finfo(float32).max`.
 
     Args:
       tree: Leaves of any dtype and shape. An empty tree has magnitude 0, and so
         has every leaf that is not floating.
-      axis_name: Name, or several, of the axes of `pmap`, `vmap` or
-        `shard_map` over which all devices shall agree. Only the answer crosses
-        devices.
+      axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
+        which all devices must agree. Only the answer crosses devices.
 
     Returns:
       `f32[]`, in the unit of the leaves, from 0 to infinity.
@@ -127,47 +136,46 @@ def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Arr
       >>> ols.max_magnitude([jnp.array([1.0, jnp.nan])])
       Array(inf, dtype=float32)
     """
-    return largest_magnitude(tree, None, axis_name)
+    return largest_magnitude(tree, loss_scale=None, axis_name=axis_name)
 
 
 def is_finite(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
-    """`all_finite`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, _FINITE, lax.pmin, axis_name)
+    """`all_finite` of a tree that is still to be unscaled."""
+    return _reduce(tree, loss_scale, _ALL_FINITE, axis_name)
 
 
 def largest_magnitude(
     tree: PyTree, loss_scale: jax.Array | None, axis_name: AxisName | None
 ) -> jax.Array:
-    """`max_magnitude`, of a tree from which the scale is still to be divided out."""
-    return _reduce(tree, loss_scale, _MAGNITUDE, lax.pmax, axis_name)
+    """`max_magnitude` of a tree that is still to be unscaled."""
+    return _reduce(tree, loss_scale, _MAX_MAGNITUDE, axis_name)
 
 
 def _reduce(
     tree: PyTree,
     loss_scale: jax.Array | None,
     statistic: _Statistic,
-    reduce_devices: Callable[..., Any],
     axis_name: AxisName | None,
 ) -> jax.Array:
-    """Reads all floating leaves, unscaled, as one scalar, the same on all devices."""
+    """Unscales all floating leaves and reduces them to one scalar on all devices."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
     leaves = [leaf for leaf in leaves if leaf.size]
-    # No derivative of a verdict; a maximum over devices has none anyway.
+    # The result has no useful derivative, and a maximum over devices has none at all.
     leaves = lax.stop_gradient(leaves)
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
-    # In order, and not a set, so that all processes make the same program.
+    # A dict keeps the order, so that all processes make the same program.
     axes = tuple(dict.fromkeys(axis for s in shardings for axis in _axes_of(s.spec)))
 
     def reduce_here(leaves: list[jax.Array], loss_scale: jax.Array | None) -> jax.Array:
-        return jnp.asarray(_read(leaves, loss_scale, statistic, _are_local()))
+        return jnp.asarray(_reduce_leaves(leaves, loss_scale, statistic, _are_local()))
 
     if len(axes) > 1 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        # On an explicit mesh shardings are known while tracing. One collective over all
-        # axes that occur, where XLA would make one for each set of axes.
+        # On an explicit mesh shardings are known while tracing. This makes one
+        # collective over all axes; XLA would make one for each set of axes.
         on_each_device: Callable[..., jax.Array] = jax.shard_map(
-            lambda *args: reduce_devices(reduce_here(*args), axes),
+            lambda *args: statistic.reduce_devices(reduce_here(*args), axes),
             mesh=next(s.mesh for s in shardings if any(_axes_of(s.spec))),
             in_specs=([sharding.spec for sharding in shardings], PartitionSpec()),
             out_specs=PartitionSpec(),
@@ -176,30 +184,46 @@ def _reduce(
         result = on_each_device(leaves, loss_scale)
     else:
         result = reduce_here(leaves, loss_scale)
+    return _reduce_axes(result, statistic, axis_name)
+
+
+def _reduce_axes(
+    result: jax.Array, statistic: _Statistic, axis_name: AxisName | None
+) -> jax.Array:
+    """Reduces a scalar over the axes that the caller named."""
     names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     if names is None or names == ():
         return result
     try:
         if isinstance(names, tuple):
-            # One that varies over some of the axes only is refused by JAX 0.12.
-            result = jnp.where(lax.axis_index(names) >= 0, result, result)
-        return jnp.asarray(reduce_devices(result, names))
+            result = _vary_over(result, names)
+        return jnp.asarray(statistic.reduce_devices(result, names))
     except NameError as error:
         error.add_note(
-            f"(`axis_name` must name axes of the `pmap`, `vmap` or `shard_map` around, "
+            "(`axis_name` must name axes of an enclosing `pmap`, `vmap` or `shard_map`, "
             f"got {axis_name!r}; under `jit` with sharded arrays leave it out.)"
         )
         raise
 
 
+def _vary_over(scalar: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
+    """Makes a scalar vary over all of the axes, without changing its value.
+
+    JAX 0.12 refuses to reduce an array over several axes if it varies over only some of
+    them. `lax.pvary` refuses axes over which the array varies already.
+    """
+    is_a_device = lax.axis_index(names) >= 0  # True on every device.
+    return jnp.where(is_a_device, scalar, scalar)
+
+
 def _axes_of(spec: PartitionSpec) -> Iterator[Hashable]:
-    """The mesh axes that a sharding is over."""
+    """The mesh axes over which an array is sharded."""
     for part in spec:
         yield from part if isinstance(part, tuple) else (part,) if part else ()
 
 
 def _are_local() -> bool:
-    """Whether arrays are known to lie on one device each, or to be one device's part.
+    """Whether each array is known to lie on one device, or to be one device's part.
 
     Inside `jit` the shardings of an automatic mesh are unknown while tracing.
     """
@@ -210,62 +234,67 @@ def _are_local() -> bool:
     return is_one_device or set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-@partial(jax.jit, static_argnums=(2, 3))  # One call where not part of a program.
-def _read(
+@partial(jax.jit, static_argnums=(2, 3))  # So that it is one call outside `jit`.
+def _reduce_leaves(
     leaves: list[jax.Array],
     loss_scale: jax.Array | None,
     statistic: _Statistic,
     are_local: bool,
 ) -> jax.Array:
-    def entries_of(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Unscales floating leaves and reduces them to one scalar on this device."""
+
+    def mapped(leaves: Sequence[jax.Array]) -> list[jax.Array]:
         if loss_scale is None:
             leaves = [widen(leaf) for leaf in leaves]
         else:
             leaves = unscale_leaves(list(leaves), loss_scale)
         return [
-            statistic.of_entries(part) for leaf in leaves for part in real_parts(leaf)
+            statistic.map_entries(part) for leaf in leaves for part in real_parts(leaf)
         ]
 
-    def read_each(*leaves: jax.Array) -> jax.Array:
-        return statistic.of_all(entries_of(leaves))
+    def reduce_each(*leaves: jax.Array) -> jax.Array:
+        return statistic.reduce_all(mapped(leaves))
 
-    def read_overlaid(*leaves: jax.Array) -> jax.Array:
-        return statistic.of_all(_overlaid(entries_of(leaves), statistic.join))
+    def reduce_combined(*leaves: jax.Array) -> jax.Array:
+        return statistic.reduce_all(_combined(mapped(leaves), statistic.combine))
 
-    def read_concatenated(*leaves: jax.Array) -> jax.Array:
-        return statistic.of_all(entries_of(_concatenated(leaves)))
+    def reduce_concatenated(*leaves: jax.Array) -> jax.Array:
+        return statistic.reduce_all(mapped(_concatenated(leaves)))
 
     if not are_local:
-        return read_each(*leaves)
-    result: jax.Array = lax.platform_dependent(  # Chosen where it is compiled.
-        *leaves, cuda=read_concatenated, rocm=read_concatenated, default=read_overlaid
+        return reduce_each(*leaves)
+    result: jax.Array = lax.platform_dependent(  # Chosen when the program is lowered.
+        *leaves,
+        cuda=reduce_concatenated,
+        rocm=reduce_concatenated,
+        default=reduce_combined,
     )
     return result
 
 
 def _concatenated(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Leaves of each dtype, flat, in groups."""
-    of_dtype: dict[Any, list[jax.Array]] = {}
+    """Flattens leaves and concatenates those of one dtype, in groups."""
+    by_dtype: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
-        of_dtype.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
+        by_dtype.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
     return [
         lax.concatenate(group, 0)
-        for flat in of_dtype.values()
+        for flat in by_dtype.values()
         for group in _groups(flat, _CONCATENATED)
     ]
 
 
-def _overlaid(
-    arrays: list[jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array]
+def _combined(
+    arrays: list[jax.Array], combine: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Arrays of one shape and dtype, joined entry by entry in groups."""
-    of_shape: dict[tuple[int, ...], list[jax.Array]] = {}
+    """Combines arrays of one shape and dtype entry by entry, in groups."""
+    by_shape: dict[tuple[int, ...], list[jax.Array]] = {}
     for array in arrays:
-        of_shape.setdefault(array.shape, []).append(array)
+        by_shape.setdefault(array.shape, []).append(array)
     return [
-        reduce(join, group)
-        for same in of_shape.values()
-        for group in _groups(same, _OVERLAID)
+        reduce(combine, group)
+        for same in by_shape.values()
+        for group in _groups(same, _COMBINED)
     ]
 
 
@@ -274,7 +303,7 @@ def _groups(arrays: list[jax.Array], size: int) -> Iterator[list[jax.Array]]:
         yield arrays[start : start + size]
 
 
-def _stacked(scalars: list[jax.Array]) -> jax.Array:
-    # As a chain of operations XLA would repeat them all for each use of the result,
-    # and take minutes to compile a thousand.
+def _stack(scalars: list[jax.Array]) -> jax.Array:
+    # XLA would repeat a chain of scalar operations for each use of the result, and
+    # would take minutes to compile a chain of a thousand.
     return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)

@@ -1,4 +1,6 @@
-"""Differentiate a scaled loss, and report the true one."""
+"""Differentiate a scaled loss, and report the true loss."""
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,8 +8,9 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._state import PyTree, get_loss_scale
-from optax_lossscale._tree import scale
+from optax_lossscale._scaling import scale
+from optax_lossscale._state import get_loss_scale
+from optax_lossscale._types import PyTree
 
 
 def scaled_value_and_grad(
@@ -17,35 +20,35 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     **jax_kwargs: Any,
 ) -> Callable[..., Any]:
-    """As `jax.value_and_grad`: the true loss, and the gradients of the scaled one.
+    """Like `jax.value_and_grad`, for the true loss and the scaled gradients.
 
     With loss scale `s`,
 
         loss = fun(x),    grads = d(widen(fun(x)) * s) / dx
 
-    where `widen` casts to float32 what is narrower. The gradients are for
-    `loss_scaled(...).update`, or for `unscale`. The loss comes out beside the
-    differentiation, so it cannot overflow, and has its own dtype.
+    where `widen` casts dtypes narrower than float32 to float32. Pass the gradients to
+    `loss_scaled(...).update`, or to `unscale`. The loss is returned as `fun` computed
+    it, before scaling, so it keeps its dtype and cannot overflow.
 
     A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
-    itself, in float16, where `2**16` is infinity. So take the mean in float32:
+    itself, and in float16 `2**16` is infinity. So take the mean in float32:
     `per_example.astype(jnp.float32).mean()`.
 
     Args:
-      fun: A function with a scalar floating result, or with `has_aux` a pair of it
-        and auxiliary data.
+      fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
+        of the loss and auxiliary data.
       state: A `LossScaleState`, or any pytree that holds exactly one.
       argnums: As in `jax.value_and_grad`.
       has_aux: As in `jax.value_and_grad`.
       **jax_kwargs: Further keyword arguments of `jax.value_and_grad`.
 
     Returns:
-      A function of the same arguments as `fun` with result `(loss, grads)`, or with
-      `has_aux` `((loss, aux), grads)`.
+      A function with the arguments of `fun` that returns `(loss, grads)`, or with
+      `has_aux=True` `((loss, aux), grads)`.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
-      TypeError: JAX's own, for example for a loss that is not a scalar.
+      TypeError: Raised by JAX, for example for a loss that is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -65,7 +68,7 @@ def scaled_value_and_grad(
         if not has_aux:
             return scale(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
-            return result  # Not a pair: JAX says so in its own words.
+            return result  # JAX raises its own error for a result that is no pair.
         return scale(result[0], state), tuple(result)
 
     value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)
@@ -85,29 +88,29 @@ def scaled_grad(
     has_aux: bool = False,
     **jax_kwargs: Any,
 ) -> Callable[..., Any]:
-    """As `jax.grad`: the gradients of the scaled loss.
+    """Like `jax.grad`, for the scaled gradients.
 
     With loss scale `s`,
 
         grads = d(widen(fun(x)) * s) / dx
 
-    as in `scaled_value_and_grad`, which says more.
+    See `scaled_value_and_grad` for details.
 
     Args:
-      fun: A function with a scalar floating result, or with `has_aux` a pair of it
-        and auxiliary data.
+      fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
+        of the loss and auxiliary data.
       state: A `LossScaleState`, or any pytree that holds exactly one.
       argnums: As in `jax.grad`.
       has_aux: As in `jax.grad`.
       **jax_kwargs: Further keyword arguments of `jax.grad`.
 
     Returns:
-      A function of the same arguments as `fun` with result `grads`, or with
-      `has_aux` `(grads, aux)`.
+      A function with the arguments of `fun` that returns `grads`, or with
+      `has_aux=True` `(grads, aux)`.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
-      TypeError: JAX's own, for example for a loss that is not a scalar.
+      TypeError: Raised by JAX, for example for a loss that is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols

@@ -1,4 +1,6 @@
-"""The rules: how a loss scale answers to finite and to nonfinite gradients."""
+"""What a rule is, and the classic rules: dynamic, static and none."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -9,43 +11,47 @@ import numpy as np
 import optax
 
 from optax_lossscale._checks import (
-    ScaleBound,
-    static_bounds,
-    static_count,
-    static_factor,
-    static_scale,
+    check_bounds,
+    check_count,
+    check_factor,
+    check_scale,
 )
-from optax_lossscale._state import LossScaleState, PyTree, Unscaled
+from optax_lossscale._state import LossScaleState, Unscaled
+from optax_lossscale._types import PyTree
 
 
 class LossScale(NamedTuple):
     """A loss-scaling rule: two pure functions and two static facts.
 
-    As `optax.GradientTransformation`, it holds functions, and no arrays or settings.
+    Like `optax.GradientTransformation`, it holds functions, but no arrays and no
+    settings. Pass it to `loss_scaled`, or call its functions by hand.
 
     Attributes:
-      init: `init() -> LossScaleState`, every field a strongly typed array of its own.
-      adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, the same
-        structure and dtypes. `grads_finite`, `bool[]`: whether the unscaled gradients
-        were finite. `grads_max`, `f32[]`: their largest magnitude, infinity when
-        anything is nonfinite; given only where it is needed. It keeps the counts too.
-      skips: Whether nonfinite steps are skipped. False: nothing is checked.
+      init: `init() -> LossScaleState`. Every field is a strongly typed array with a
+        buffer of its own.
+      adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, with the
+        structure and dtypes of `state`. It sets the next scale and updates the counts.
+        `grads_finite`, `bool[]`, says whether the unscaled gradients were finite.
+        `grads_max`, `f32[]`, is their largest magnitude, or infinity if any entry is
+        nonfinite; it is passed only if `needs_grads_max=True`.
+      skips: Whether nonfinite steps are skipped. If False, nothing is checked.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
 
     Example:
-      PopART's rule: up, or down when the largest is within 3 bits of overflow.
+      PopART's rule doubles the scale on every step, or halves it if the largest scaled
+      gradient is within 3 bits of overflow.
 
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> def popart_loss_scale(init_scale=2.0**15, edge=65504 / 8):
-      ...     held = ols.static_loss_scale(init_scale)  # It keeps the counts.
+      ...     static = ols.static_loss_scale(init_scale)  # Updates the counts.
       ...
       ...     def adjust(state, grads_finite, grads_max=None):
       ...         s = state.loss_scale
       ...         s = jnp.where(s * grads_max > edge, s / 2, s * 2)
-      ...         state = held.adjust(state, grads_finite)
+      ...         state = static.adjust(state, grads_finite)
       ...         return state._replace(loss_scale=jnp.clip(s, 2.0**-24, 2.0**24))
       ...
-      ...     return ols.LossScale(held.init, adjust, needs_grads_max=True)
+      ...     return ols.LossScale(static.init, adjust, needs_grads_max=True)
       >>> rule = popart_loss_scale()
       >>> print(rule.adjust(rule.init(), True, grads_max=1e-3).loss_scale)
       65536.0
@@ -61,8 +67,9 @@ class DynamicRuleState(NamedTuple):
     """What the classic rule carries beside the scale.
 
     Attributes:
-      growth_count: `i32[]`, finite steps since the last growth or nonfinite one.
-      hysteresis_count: `i32[]`, nonfinite steps; that which brings it to 0 backs off.
+      growth_count: `i32[]`, finite steps since the last growth or nonfinite step.
+      hysteresis_count: `i32[]`, nonfinite steps left; the scale backs off when a
+        nonfinite step brings it to 0.
     """
 
     growth_count: jax.Array
@@ -75,54 +82,55 @@ def dynamic_loss_scale(
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    min_scale: ScaleBound = 2.0**-24,
-    max_scale: ScaleBound = 2.0**24,
+    min_scale: float | optax.Schedule = 2.0**-24,
+    max_scale: float | optax.Schedule = 2.0**24,
     hysteresis: int = 1,
     hysteresis_refill: Literal["finite", "growth"] = "finite",
 ) -> LossScale:
     """The classic dynamic loss scale: grow while finite, back off when not.
 
-    With scale `s`, finite steps since the last change `n`, and nonfinite steps
-    still tolerated `h`, a finite step does
+    With scale `s`, `n` finite steps since the last change, and `h` nonfinite steps
+    left before the scale backs off, a finite step does
 
         n = n + 1
         if n >= growth_interval:
             s = min(s * growth_factor, max_scale);  n = 0
 
-    and a nonfinite one
+    and a nonfinite step does
 
         n = 0;  h = h - 1
         if h <= 0:
             s = max(s * backoff_factor, min_scale)
 
-    `h` starts at `hysteresis` and refills to it as `hysteresis_refill` says. So
-    growth comes exactly on the `growth_interval`-th finite step, as in PyTorch,
-    Keras, MindSpore and jmp; Flax's `DynamicScale` is one step later.
+    `h` starts at `hysteresis` and is refilled as `hysteresis_refill` says. The scale
+    grows exactly on the `growth_interval`-th finite step, as in PyTorch, Keras,
+    MindSpore and jmp; Flax's `DynamicScale` grows one step later.
 
     Args:
       init_scale: First scale, dimensionless. It may lie outside the bounds, which
-        hold from the first change on. A power of two makes scaling exact.
+        apply from the first change on. A power of two makes scaling exact.
       growth_factor: Above 1, dimensionless.
       backoff_factor: Strictly between 0 and 1, dimensionless.
       growth_interval: Finite steps from one change to the next growth, at least 1.
-      min_scale: Floor of the scale, at least `2**-126`. Below 1 is legitimate.
-        Divergence shows in `notfinite_count`, not here. An `optax.Schedule`, of the
-        steps before, is applied at every step, not only at changes.
-      max_scale: Cap of the scale, at most `2**126`, or a schedule; it wins where the
-        two cross. With a mean loss the usable scale is about `65504 * batch size`; a
-        float16 scalar loss allows `2**15`.
-      hysteresis: Nonfinite steps that it takes to back off, at least 1. With 2, one
+      min_scale: Floor of the scale, at least `2**-126`. Scales below 1 are legitimate.
+        To notice divergence, watch `notfinite_count` and not the floor. An
+        `optax.Schedule` of `step_count` is applied at every step, not only at changes.
+      max_scale: Cap of the scale, at most `2**126`, or a schedule. Where a scheduled
+        floor exceeds the cap, the cap wins. With a mean loss the usable scale is about
+        `65504 * batch size`; a float16 scalar loss allows `2**15`.
+      hysteresis: How many nonfinite steps it takes to back off, at least 1. With 2, one
         bad batch is forgiven.
-      hysteresis_refill: `"finite"`: any finite step refills `h`, so `hysteresis`
-        counts nonfinite steps in a row (apex's kernel); each further one in the row
-        backs off again. `"growth"`: only a growth refills it (Megatron, DeepSpeed).
+      hysteresis_refill: When `h` is set back to `hysteresis`. `"finite"`: on every
+        finite step, so that nonfinite steps count only in a row, as in apex's kernel;
+        each further one in the row backs off again. `"growth"`: only when the scale
+        grows, as in Megatron and DeepSpeed.
 
     Returns:
       A `LossScale`; its `rule_state` is a NamedTuple `(growth_count,
       hysteresis_count)` of `i32[]`.
 
     Raises:
-      ValueError: If a setting is outside its range, or the bounds are inverted.
+      ValueError: If a setting is outside its range, or the floor exceeds the cap.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -140,15 +148,15 @@ def dynamic_loss_scale(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures
       from PyTorch: the scale has a floor and a cap, so it never reaches zero or
-      infinity; the gradients are checked after unscaling; `>=` in place of `==`,
-      so a count saved under a longer interval still grows.
+      infinity; the gradients are checked after unscaling; the count is compared with
+      `>=` instead of `==`, so that a count saved under a longer interval still grows.
     """
-    init_scale = static_scale("init_scale", init_scale)
-    growth_factor = static_factor("growth_factor", growth_factor, 1.0, np.inf)
-    backoff_factor = static_factor("backoff_factor", backoff_factor, 0.0, 1.0)
-    growth_interval = static_count("growth_interval", growth_interval)
-    hysteresis = static_count("hysteresis", hysteresis)
-    bounds = static_bounds(min_scale, max_scale)
+    init_scale = check_scale("init_scale", init_scale)
+    growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
+    backoff_factor = check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    growth_interval = check_count("growth_interval", growth_interval)
+    hysteresis = check_count("hysteresis", hysteresis)
+    bounds = check_bounds(min_scale, max_scale)
     if hysteresis_refill not in ("finite", "growth"):
         raise ValueError(
             '`hysteresis_refill` must be "finite" or "growth", got '
@@ -191,11 +199,14 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale:
-    """A constant loss scale: `s = scale`, always; a restored state keeps its own.
+    """A constant loss scale.
 
-    For those who know a scale that fits the whole run. A nonfinite step is still
-    skipped, and counted, unless `skip_nonfinite=False`, which gives up every check:
-    NaN and infinity then reach the parameters, and only `step_count` moves.
+        s = scale
+
+    Use it if you know a scale that fits the whole run. Nonfinite steps are still
+    skipped and counted. With `skip_nonfinite=False` nothing is checked: NaN and
+    infinity reach the parameters, and only `step_count` changes. A restored state keeps
+    the scale that it was saved with.
 
     Args:
       scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
@@ -219,23 +230,24 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
       Micikevicius et al., Mixed Precision Training, ICLR 2018, use constant scales
       from 8 to 32768 (https://arxiv.org/abs/1710.03740).
     """
-    scale = static_scale("scale", scale)
+    scale = check_scale("scale", scale)
 
     def init() -> LossScaleState:
         return first_state(scale, ())
 
-    return LossScale(init, hold if skip_nonfinite else _hold_unchecked, skip_nonfinite)
+    adjust = hold if skip_nonfinite else _hold_unchecked
+    return LossScale(init, adjust, skips=skip_nonfinite)
 
 
 def no_loss_scale() -> LossScale:
     """No loss scale: `s = 1`, and nothing is checked.
 
-    Inside `loss_scaled` the inner optimizer is called as if it stood alone, with no
-    cast, check, mask or adjustment, so `update` compiles to the bare program: for
-    float32 and bfloat16 runs of a loop that can also run in float16.
+    Use it to run a loop in float32 or bfloat16 that can also run in float16. Inside
+    `loss_scaled` the inner optimizer is called as if it stood alone, with no cast,
+    check, mask or adjustment, so that `update` compiles to the bare program.
 
     Returns:
-      A `LossScale`; its `rule_state` is empty. Its state takes no other scale.
+      A `LossScale`; its `rule_state` is empty. `set_loss_scale` refuses its state.
 
     Example:
       >>> import optax_lossscale as ols
@@ -246,6 +258,11 @@ def no_loss_scale() -> LossScale:
       `jmp.NoOpLossScale` (https://github.com/google-deepmind/jmp).
     """
     return LossScale(_init_one, _hold_unchecked, skips=False)
+
+
+def is_identity(rule: LossScale) -> bool:
+    """Whether a rule is `no_loss_scale()`, which always has the same two functions."""
+    return rule == no_loss_scale()
 
 
 def hold(
@@ -264,6 +281,7 @@ def _hold_unchecked(
     grads_finite: jax.typing.ArrayLike,
     grads_max: jax.typing.ArrayLike | None = None,
 ) -> LossScaleState:
+    """An `adjust` that counts every step as finite."""
     del grads_finite, grads_max
     return hold(state, True)
 
@@ -271,7 +289,7 @@ def _hold_unchecked(
 def count_step(
     state: LossScaleState, finite: jax.Array, loss_scale: jax.Array, rule_state: PyTree
 ) -> LossScaleState:
-    """The state after one more step, with the new scale and `rule_state`."""
+    """The state after one more step, with a new scale and a new `rule_state`."""
     in_a_row = optax.safe_increment(state.notfinite_count)
     total = optax.safe_increment(state.total_notfinite)
     return LossScaleState(

@@ -1,36 +1,40 @@
-"""The state of a loss scale, and how to find it, by type, in any pytree.
+"""The state of a loss scale, and how to find it in any pytree.
 
-By type, because a name is not enough: a parameter may be called `loss_scale`.
+A state is found by its type, because a name is not enough: a parameter may be called
+`loss_scale` too. Pickles name this module, so its classes must stay here.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, checked_scale
-
-PyTree: TypeAlias = Any
+from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
+from optax_lossscale._tree import find_by_type, unwrap
+from optax_lossscale._types import PyTree
 
 
 class LossScaleState(NamedTuple):
     """The arrays that a loss scale carries from one step to the next.
 
-    Invariants, which every rule of this package keeps:
+    Every rule of this package keeps these invariants:
 
-    * `2**-126 <= loss_scale <= 2**126`: finite, positive, and so is its
-      reciprocal;
+    * `2**-126 <= loss_scale <= 2**126`, so the scale and its reciprocal are positive,
+      finite and normal numbers;
     * `last_finite` is True exactly when `notfinite_count == 0`;
     * `notfinite_count <= total_notfinite <= step_count`;
     * every field is strongly typed, keeps its dtype, and is its own buffer.
 
     Attributes:
-      loss_scale: `f32[]`, dimensionless. What the next loss is multiplied by.
-      last_finite: `bool[]`. False when the last step was skipped.
-      notfinite_count: `i32[]`, steps. Skipped steps in a row, up to now.
-      total_notfinite: `i32[]`, steps. All skipped steps.
-      step_count: `i32[]`, steps. All calls of `adjust`.
-      rule_state: What the rule itself carries: a NamedTuple of arrays, or `()`.
+      loss_scale: `f32[]`, dimensionless. The factor for the next loss.
+      last_finite: `bool[]`. False if the last step was skipped.
+      notfinite_count: `i32[]`, steps. How many of the latest steps in a row were
+        skipped.
+      total_notfinite: `i32[]`, steps. How many steps were skipped in all.
+      step_count: `i32[]`, steps. How often `adjust` was called.
+      rule_state: The rule's own state: a NamedTuple of arrays, or `()`.
 
     The counters saturate at `2**31 - 1`.
 
@@ -57,7 +61,7 @@ class LossScaledState(NamedTuple):
 
     Attributes:
       loss_scale_state: The `LossScaleState`.
-      inner_state: State of the inner optimizer, as its own `init` makes it.
+      inner_state: State of the inner optimizer, as its own `init` returns it.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -72,22 +76,27 @@ class LossScaledState(NamedTuple):
 
 
 class MasterWeightsState(NamedTuple):
-    """State of `master_weights`: the parameters in float32, and the optimizer's own."""
+    """State of `master_weights`.
+
+    Attributes:
+      master_params: The parameters in float32 or wider.
+      inner_state: State of the inner optimizer.
+    """
 
     master_params: PyTree
     inner_state: PyTree
 
 
 class Unscaled(NamedTuple):
-    """The `rule_state` of `no_loss_scale()`: nothing would divide a scale out again."""
+    """The `rule_state` of `no_loss_scale()`, whose gradients are never unscaled."""
 
 
 def find_loss_scale_state(tree: PyTree) -> LossScaleState:
     """Returns the one `LossScaleState` that a pytree holds.
 
-    It is found by its type, never by a field name, wherever it lies: an
-    optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its `opt_state`
-    (whose wrapped arrays come back unwrapped), or a `LossScaleState` itself.
+    The pytree may be an optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its
+    `opt_state` (whose wrapped arrays are unwrapped), or a `LossScaleState` itself. The
+    state is found by its type, never by a field name.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -96,8 +105,8 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       That state.
 
     Raises:
-      ValueError: If there is none (it says what to wrap), or several (it names
-        their paths).
+      ValueError: If the tree holds no `LossScaleState` (the message says what to wrap)
+        or several (the message lists their paths).
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -106,7 +115,7 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       >>> int(ols.find_loss_scale_state(opt_state).step_count)
       0
     """
-    found = find_loss_scale_states(tree)
+    found = find_by_type(tree, LossScaleState)
     if not found:
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a "
@@ -131,7 +140,8 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
 
         get_loss_scale(tree) = find_loss_scale_state(tree).loss_scale
 
-    but 1 for `no_loss_scale()`, whatever is in its state: nothing would divide it out.
+    For `no_loss_scale()` the result is always 1, whatever its state holds, because
+    nothing would unscale the gradients.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -149,30 +159,30 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       Array(32768., dtype=float32)
     """
     state = find_loss_scale_state(tree)
-    is_fixed = isinstance(state.rule_state, Unscaled)
-    return jnp.ones_like(state.loss_scale) if is_fixed else state.loss_scale
+    is_unscaled = isinstance(state.rule_state, Unscaled)
+    return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
 
 
 def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
-    """Returns the same tree with another loss scale; all else is untouched.
+    """Returns the same tree with another loss scale; everything else is unchanged.
 
         get_loss_scale(set_loss_scale(tree, value)) = value
 
-    The rule goes on from there with the counters that it has. Nothing is changed in
-    place, so use the result; for an `nnx.Optimizer`,
+    The rule continues from the new scale with its present counters. The tree is not
+    changed in place, so use the result; for an `nnx.Optimizer`,
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
-      value: The new scale, dimensionless, from `2**-126` to `2**126`. A traced
-        value cannot be refused: where it is outside, the old scale stays.
+      value: The new scale, dimensionless, from `2**-126` to `2**126`. Under `jit` a
+        value outside this range cannot be refused; the old scale is kept instead.
 
     Returns:
-      A tree of the same type; dtype, weak type and sharding of the scale stay.
+      A tree of the same type. The scale keeps its dtype, weak type and sharding.
 
     Raises:
       ValueError: If `value` is concrete and outside its range, if `tree` holds no
-        `LossScaleState`, or several, or if that is a state of `no_loss_scale()`.
+        `LossScaleState` or several, or if its state belongs to `no_loss_scale()`.
       TypeError: If `value` is not a number.
 
     Example:
@@ -187,12 +197,15 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
             "(Its gradients are never unscaled; use `static_loss_scale(1.0)`.)"
         )
     if not isinstance(value, jax.core.Tracer):
-        value = checked_scale("value", value)
+        value = check_scales("value", value)
     value = jnp.asarray(value, jnp.float32)
     in_range = is_usable(value)
 
+    def is_state(node: object) -> bool:
+        return isinstance(node, LossScaleState)
+
     def replace_scale(node: PyTree) -> PyTree:
-        if not _is_state(node):
+        if not is_state(node):
             return node
         return LossScaleState(
             loss_scale=jax.tree.map(
@@ -206,41 +219,9 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
             rule_state=node.rule_state,
         )
 
-    return jax.tree.map(replace_scale, tree, is_leaf=_is_state)
+    return jax.tree.map(replace_scale, tree, is_leaf=is_state)
 
 
 def is_usable(loss_scale: jax.Array) -> jax.Array:
-    """Whether a value is one that a loss scale can have, `bool[]`."""
+    """Whether the scale is in range, `bool[]`; a damaged checkpoint may hold NaN."""
     return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)
-
-
-def find_loss_scale_states(tree: PyTree) -> list[tuple[Any, LossScaleState]]:
-    """Path and value of every `LossScaleState` in a tree, as they lie there."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]
-    return [(path, node) for path, node in nodes if _is_state(node)]
-
-
-def _is_state(node: object) -> bool:
-    return isinstance(node, LossScaleState)
-
-
-def holds_masters(tree: PyTree) -> bool:
-    """Whether a tree holds the state of `master_weights`."""
-
-    def is_one(node: object) -> bool:
-        return isinstance(node, MasterWeightsState)
-
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
-
-
-def unwrap(tree: PyTree) -> PyTree:
-    """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
-
-    def is_wrapped(node: object) -> bool:
-        return hasattr(node, "__jax_array__")
-
-    return jax.tree.map(
-        lambda node: jnp.asarray(node) if is_wrapped(node) else node,
-        tree,
-        is_leaf=is_wrapped,
-    )

@@ -1,15 +1,18 @@
-"""What a training loop logs, and when it should stop."""
+"""Metrics for a training loop to log, and a check that it has not stalled."""
+
+from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import static_count
-from optax_lossscale._state import PyTree, find_loss_scale_state
+from optax_lossscale._checks import check_count
+from optax_lossscale._state import find_loss_scale_state
+from optax_lossscale._types import PyTree
 
 
 class LossScaleStalledError(RuntimeError):
-    """Too many steps in a row were skipped; raised by `raise_if_stalled`.
+    """Raised by `raise_if_stalled` if too many steps in a row were skipped.
 
     Example:
       >>> import optax_lossscale as ols
@@ -19,12 +22,12 @@ class LossScaleStalledError(RuntimeError):
 
 
 def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
-    """What there is to log about a loss scale, for any logger.
+    """Returns metrics of the loss scale, for any logger.
 
         skip_rate = total_notfinite / step_count    (0 before the first step)
 
-    Pure and free of host synchronisation: call it inside or outside `jit`, and
-    stack its values with `lax.scan`.
+    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure
+    and never waits for the device.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -60,22 +63,22 @@ def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
-    """Raises when too many steps in a row were skipped.
+    """Raises if too many steps in a row were skipped.
 
         raise if notfinite_count >= max_consecutive
 
-    A host-side check, to be called outside `jit` as often as a wait for the device
-    is welcome (every hundred steps, say), so that no step ever waits for it. From
-    the default scale, 39 overflows in a row reach the default floor, so 50 of them
-    are no longer a matter of the scale.
+    Call it outside `jit`. It waits for the device, so call it only now and then, for
+    example every hundred steps. The default scale reaches its floor after 39 overflows
+    in a row, so after 50 the scale is no longer the cause.
 
     Args:
-      tree: Any pytree that holds exactly one `LossScaleState`; with one count per
-        device or ensemble member, the largest counts.
-      max_consecutive: Steps, at least 1.
+      tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays
+        with an entry per device or ensemble member, the largest entry is checked.
+      max_consecutive: Limit in steps, at least 1.
 
     Raises:
-      LossScaleStalledError: With the scale, the counts, and what to look at.
+      LossScaleStalledError: If the limit is reached. The message gives the scale and
+        the counts, and says where to look for the cause.
       ValueError: If `max_consecutive` is below 1, or `tree` holds no
         `LossScaleState`, or several.
       TypeError: If `max_consecutive` is not an integer.
@@ -90,7 +93,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
       ...
       optax_lossscale._telemetry.LossScaleStalledError: the last 1 steps ...
     """
-    static_count("max_consecutive", max_consecutive)
+    check_count("max_consecutive", max_consecutive)
     state = find_loss_scale_state(tree)
     consecutive = int(np.max(state.notfinite_count))
     if consecutive >= max_consecutive:
@@ -98,6 +101,6 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
             f"{np.max(state.total_notfinite)} of {np.max(state.step_count)} in all), "
             f"and the loss scale is {np.min(state.loss_scale):g}. (Look for NaN and "
-            "infinity in the batch, in the parameters and in the loss, which no "
-            "scale mends; and at the learning rate.)"
+            "infinity in the batch, the parameters and the loss, which no scale can "
+            "prevent, and check the learning rate.)"
         )

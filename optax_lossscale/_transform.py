@@ -1,13 +1,15 @@
 """Loss scaling around any Optax optimizer."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import as_optimizer, static_flag
-from optax_lossscale._finite import AxisName, is_finite, largest_magnitude
+from optax_lossscale._checks import check_flag, check_optimizer
+from optax_lossscale._finite import is_finite, largest_magnitude
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -18,23 +20,23 @@ from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
     hold,
-    no_loss_scale,
+    is_identity,
 )
+from optax_lossscale._scaling import unscale
 from optax_lossscale._state import (
     LossScaledState,
-    PyTree,
-    find_loss_scale_states,
-    holds_masters,
+    LossScaleState,
+    MasterWeightsState,
     is_usable,
 )
 from optax_lossscale._tree import (
-    Mask,
     check_structure,
+    find_by_type,
     resolve_mask,
-    unscale,
     where_true,
     wide_param,
 )
+from optax_lossscale._types import AxisName, Mask, PyTree
 
 
 def loss_scaled(
@@ -45,7 +47,7 @@ def loss_scaled(
     unscale_mask: Mask = None,
     check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer for gradients of a scaled loss.
+    """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
     With scaled gradients `g`, loss scale `s` and inner state `m`, one step is
 
@@ -56,62 +58,66 @@ def loss_scaled(
         m = finite ? m' : m
         s = adjust(s, finite)
 
-    so a nonfinite step, anywhere, on any device, leaves the parameters and the
-    whole inner state bitwise as they were: moments, counts, schedules (but XLA on CPU
-    flushes subnormal parameters in any addition). A finite step does what the inner
-    optimizer alone does with the unscaled gradients: bitwise op by op; under `jit` up
-    to a few ulp, as XLA may contract multiply-adds differently. The state keeps its
-    structure, dtypes and shardings, so `jit`, `lax.scan` and donation work as without
-    it. What lives elsewhere, such as batch statistics, is yours to select, by
-    `find_loss_scale_state(opt_state).last_finite`. A scale that is none, such as a zero
-    or a NaN from a damaged checkpoint, is a skip too, whatever the rule, which then
-    goes on from its first scale.
+    **Skipped steps.** A nonfinite gradient anywhere, on any device, leaves the
+    parameters and the whole inner state bit-for-bit unchanged: moments, counts and
+    schedules. (XLA on CPU flushes subnormal parameters in any addition.) State that
+    lives elsewhere, such as batch statistics, is not protected: select the old value
+    yourself, by `find_loss_scale_state(opt_state).last_finite`. An unusable scale
+    (zero or NaN, say from a damaged checkpoint) also skips the step, and the rule
+    restarts from its initial scale.
 
-    Updates, and the gradients and parameters that the inner optimizer sees, are
-    float32 or wider, whatever the dtype of the parameters, and so is its state: with
-    float16 ones no dtype changes; make masks and labels by dtype outside.
-    `optax.apply_updates` rounds to the parameters' dtypes, Equinox's does not.
-    Functions that read the inner optimizer's state take `opt_state.inner_state`.
+    **Finite steps** give what the inner optimizer alone gives for the unscaled
+    gradients: bit for bit outside `jit`, and up to a few ulp under `jit`, where XLA may
+    contract multiply-adds differently. The state keeps its structure, dtypes and
+    shardings, so `jit`, `lax.scan` and donation work as they do without the wrapper.
 
-    What clips, decays or accumulates goes inside, where gradients are unscaled:
-    `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))`,
-    `loss_scaled(optax.MultiSteps(...))`. Outside, one NaN would poison a
-    `MultiSteps` for ever.
+    **Dtypes.** The inner optimizer sees gradients and parameters in float32 or wider,
+    and so are its state and the updates, whatever the dtype of the parameters. With
+    float16 parameters no dtype changes from step to step, but a mask or label that is
+    made by dtype must be made outside. `optax.apply_updates` rounds to the dtypes of
+    the parameters; Equinox's `apply_updates` does not.
+
+    **What goes inside.** Clipping, weight decay and accumulation need unscaled
+    gradients, so wrap them too: `loss_scaled(optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))` or
+    `loss_scaled(optax.MultiSteps(...))`. If `MultiSteps` were outside, one NaN would
+    poison it for ever. Functions that read the state of the inner optimizer take
+    `opt_state.inner_state`.
 
     Args:
-      inner: The optimizer: anything with pure `init` and `update`. None is
-        `optax.identity()`, which makes a link for `optax.chain`: gradients are
-        unscaled, and zero on a bad step. A link cannot stop the optimizers after
-        it from moving on a bad step (weight decay, momentum, counts), so it is not a
-        skip: prefer to wrap.
+      inner: The optimizer: anything with pure functions `init` and `update`. None is
+        `optax.identity()`, which makes a link for `optax.chain`: it unscales the
+        gradients, and zeroes them on a bad step. A link cannot stop the optimizers
+        after it from moving on a bad step (weight decay, momentum, counts), so it does
+        not skip the step. Prefer to wrap the optimizer.
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
-        skip, no gradient is checked; with `no_loss_scale()`, the program is the inner
-        optimizer's own.
-      axis_name: Name, or several, of the axes of `pmap` or `shard_map` over
-        which all devices shall agree to skip; none under `jit` with sharded arrays.
-        Only the verdict crosses devices; gradients are never reduced for you.
-      unscale_mask: As Optax's masks, a pytree of bools that is a prefix of the
-        gradients, or a function from them to one: True where leaves are scaled
-        gradients. The others are neither unscaled nor checked; on a bad step their
-        update is zero like all others.
-      check_updates: Also skip a step whose gradients are finite but whose updates
-        are not, and count it; the scale is left alone. Without effect where the rule
-        does not skip.
+        skip, no gradient is checked. With `no_loss_scale()`, the program is that of the
+        inner optimizer alone.
+      axis_name: The axis of `pmap` or `shard_map`, or a tuple of axes, over which all
+        devices must agree to skip; leave it out under `jit` with sharded arrays. Only
+        the verdict crosses devices. Gradients are never reduced for you.
+      unscale_mask: Marks the scaled gradients, in the form of Optax's masks: a pytree
+        of bools that is a prefix of the gradients, or a function that makes one from
+        them. Leaves marked False are neither unscaled nor checked. On a bad step their
+        updates are zero, like all others.
+      check_updates: Whether to skip also a step whose gradients are finite but whose
+        updates are not. The step is counted as skipped, and the scale stays as it is.
+        It has no effect with a rule that does not skip.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
-      takes `grads_finite`, a `bool[]`: an outside verdict, and-ed into its own, such
-      as `jnp.isfinite(loss)`; without effect where the rule does not skip. Further
-      extra arguments go to the inner optimizer (their floating leaves zero on a bad
-      step); a gradient among them must be unscaled: `grad=unscale(grads, opt_state)`
-      for a line search.
+      takes `grads_finite`, a `bool[]` such as `jnp.isfinite(loss)`: the step is skipped
+      too if that is False (without effect if the rule does not skip). Further extra
+      arguments go to the inner optimizer, with floating leaves zero on a bad step. A
+      gradient among them must be unscaled: `grad=unscale(grads, opt_state)` for a line
+      search.
 
     Raises:
-      TypeError: If `inner` is no optimizer, `loss_scale` no `LossScale`, or
-        `check_updates` or `grads_finite` no bool.
-      ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, at trace
-        time: if the state is not one of this kind of rule, the gradients' tree is not
-        that of the parameters, or `grads_finite` is not a scalar.
+      TypeError: If `inner` is not an optimizer, `loss_scale` is not a `LossScale`, or
+        `check_updates` or `grads_finite` is not a bool.
+      ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, while
+        tracing, if the state belongs to another kind of rule, the gradients do not
+        have the tree structure of the parameters, or `grads_finite` is not a scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -132,14 +138,13 @@ def loss_scaled(
       `optax.apply_if_finite`, from which it departs: nonfinite updates are never
       applied, however many there are in a row.
     """
-    optimizer = as_optimizer("inner", optax.identity() if inner is None else inner)
-    rule = _as_rule(loss_scale)
+    optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
+    rule = _check_rule(loss_scale)
     rule_structure = jax.tree.structure(jax.eval_shape(rule.init))
-    check_updates = static_flag("check_updates", check_updates)
-    is_bare = rule == no_loss_scale()
+    checks_updates = check_flag("check_updates", check_updates) and rule.skips
 
     def init(params: optax.Params) -> LossScaledState:
-        if is_bare:
+        if is_identity(rule):
             return LossScaledState(rule.init(), optimizer.init(params))
         inner_state = optimizer.init(jax.tree.map(wide_param, params))
         _check_not_nested("inner", inner_state)
@@ -155,72 +160,124 @@ def loss_scaled(
     ) -> tuple[optax.Updates, LossScaledState]:
         _check_state(state, rule_structure)
         loss_scale_state, inner_state = state
-        if is_bare:
-            updates, state = optimizer.update(grads, inner_state, params, **extra_args)
-            return updates, LossScaledState(loss_scale_state, state)
+        if is_identity(rule):
+            updates, new = optimizer.update(grads, inner_state, params, **extra_args)
+            return updates, LossScaledState(loss_scale_state, new)
 
-        if params is not None:
-            fast = isinstance(params, optax.LookaheadParams)
-            message = "`grads` must have the tree structure of `params`"
-            check_structure(grads, params.fast if fast else params, message)
-            if not holds_masters(inner_state):  # They are rounded to these dtypes.
-                params = jax.tree.map(wide_param, params)
+        params = _wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
+        loss_scale_state, is_sound = _repair_scale(loss_scale_state, rule)
         leaves = (where_true(mask, grads), _as_leaf(grads_finite))
-        is_sound = is_usable(loss_scale_state.loss_scale)
-        loss_scale = jnp.where(
-            is_sound, loss_scale_state.loss_scale, rule.init().loss_scale
-        )
-        loss_scale_state = loss_scale_state._replace(loss_scale=loss_scale)
-        finite, *largest = _judge(rule, leaves, loss_scale, axis_name)
-        finite &= is_sound
-        largest = [jnp.where(is_sound, magnitude, jnp.inf) for magnitude in largest]
-        adjusted = rule.adjust(loss_scale_state, finite, *largest)
+        verdict = _judge(leaves, loss_scale_state, is_sound, rule, axis_name)
+        adjusted = verdict.adjust(rule, loss_scale_state)
+
+        is_applied = verdict.finite if rule.skips else is_sound
         grads = unscale(grads, loss_scale_state, mask=mask)
-        keep = finite if rule.skips else is_sound
-        grads, extra_args = mask_inputs(keep, (grads, extra_args))
+        grads, extra_args = mask_inputs(is_applied, (grads, extra_args))
 
         def run() -> tuple[optax.Updates, optax.OptState]:
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)
             return updates, cast_like(new, inner_state)
 
-        if rule.skips and check_updates:
-            updates, updated = run()
-            updates_finite = is_finite(where_true(mask, updates), None, axis_name)
-            held = hold(loss_scale_state, grads_finite=False)
-            adjusted = optax.tree.where(finite & ~updates_finite, held, adjusted)
-            finite &= updates_finite
-            updates, updated = mask_results(finite, updates, updated, inner_state)
-        else:
-            updates, updated = run_masked(keep, run, inner_state)
-        return updates, LossScaledState(adjusted, updated)
+        if not checks_updates:
+            updates, new = run_masked(is_applied, run, inner_state)
+            return updates, LossScaledState(adjusted, new)
+        updates, new = run()
+        updates_finite = is_finite(where_true(mask, updates), None, axis_name)
+        held = hold(loss_scale_state, grads_finite=False)
+        adjusted = optax.tree.where(is_applied & ~updates_finite, held, adjusted)
+        is_applied &= updates_finite
+        updates, new = mask_results(is_applied, updates, new, inner_state)
+        return updates, LossScaledState(adjusted, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Verdict(NamedTuple):
+    """The facts about a step's unscaled gradients that a rule is told.
+
+    Attributes:
+      finite: `bool[]`.
+      grads_max: `f32[]`, or None if the rule does not need it.
+    """
+
+    finite: jax.Array
+    grads_max: jax.Array | None
+
+    def adjust(self, rule: LossScale, state: LossScaleState) -> LossScaleState:
+        """Tells the rule, and returns the adjusted state."""
+        if self.grads_max is None:
+            return rule.adjust(state, self.finite)
+        return rule.adjust(state, self.finite, self.grads_max)
+
+
+def _judge(
+    leaves: PyTree,
+    state: LossScaleState,
+    is_sound: jax.Array,
+    rule: LossScale,
+    axis_name: AxisName | None,
+) -> _Verdict:
+    """Checks scaled gradients as far as the rule asks; a damaged scale is nonfinite."""
+    if rule.needs_grads_max:
+        grads_max = largest_magnitude(leaves, state.loss_scale, axis_name)
+        finite = jnp.isfinite(grads_max) & is_sound
+        return _Verdict(finite, jnp.where(is_sound, grads_max, jnp.inf))
+    if rule.skips:
+        finite = is_finite(leaves, state.loss_scale, axis_name)
+        return _Verdict(finite & is_sound, grads_max=None)
+    return _Verdict(is_sound, grads_max=None)
+
+
+def _repair_scale(
+    state: LossScaleState, rule: LossScale
+) -> tuple[LossScaleState, jax.Array]:
+    """Replaces a damaged scale by the rule's first; `bool[]`: whether it was sound."""
+    is_sound = is_usable(state.loss_scale)
+    first_scale = rule.init().loss_scale
+    loss_scale = jnp.where(is_sound, state.loss_scale, first_scale)
+    return state._replace(loss_scale=loss_scale), is_sound
+
+
+def _wide_params(
+    params: optax.Params | None, grads: optax.Updates, inner_state: optax.OptState
+) -> optax.Params | None:
+    """Checks parameters against the gradients, and widens them for the optimizer."""
+    if params is None:
+        return None
+    is_lookahead = isinstance(params, optax.LookaheadParams)
+    message = "`grads` must have the tree structure of `params`"
+    check_structure(grads, params.fast if is_lookahead else params, message)
+    if find_by_type(inner_state, MasterWeightsState):
+        return params  # `master_weights` rounds its masters to these dtypes.
+    return jax.tree.map(wide_param, params)
 
 
 def adopt_inner_state(
     inner_state: optax.OptState, loss_scale: LossScale | None = None
 ) -> LossScaledState:
-    """Makes the state of `loss_scaled(inner)` from one that was saved without it.
+    """Makes the state of `loss_scaled(inner)` from a state of `inner` alone.
+
+    Use it to continue a run that was saved without loss scaling. To drop loss scaling
+    again, keep `opt_state.inner_state`.
 
         adopt_inner_state(m, loss_scale) = LossScaledState(loss_scale.init(), m)
 
-    The way back is `.inner_state`. What was saved of half-precision parameters is in
-    half precision too: first give it the dtypes of a new one,
+    If the parameters are in half precision, so is a state that was saved without loss
+    scaling. First cast it to the dtypes that `loss_scaled` uses:
 
         new = loss_scaled(inner, loss_scale).init(params).inner_state
         inner_state = jax.tree.map(lambda m, n: m.astype(n.dtype), inner_state, new)
 
     Args:
-      inner_state: State of the bare optimizer.
-      loss_scale: The rule, the same as for `loss_scaled`. None is
-        `dynamic_loss_scale()`.
+      inner_state: State of the inner optimizer.
+      loss_scale: The rule that `loss_scaled` is given. None is `dynamic_loss_scale()`.
 
     Returns:
-      A `LossScaledState`, at the start of its rule.
+      A `LossScaledState` with the rule's first scale.
 
     Raises:
-      TypeError: If `loss_scale` is no `LossScale`.
+      TypeError: If `loss_scale` is not a `LossScale`.
       ValueError: If `inner_state` is loss-scaled itself.
 
     Example:
@@ -231,10 +288,10 @@ def adopt_inner_state(
       Array(32768., dtype=float32)
     """
     _check_not_nested("inner_state", inner_state)
-    return LossScaledState(_as_rule(loss_scale).init(), inner_state)
+    return LossScaledState(_check_rule(loss_scale).init(), inner_state)
 
 
-def _as_rule(loss_scale: LossScale | None) -> LossScale:
+def _check_rule(loss_scale: LossScale | None) -> LossScale:
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
     if not isinstance(rule, LossScale):
         raise TypeError(
@@ -245,12 +302,12 @@ def _as_rule(loss_scale: LossScale | None) -> LossScale:
 
 
 def _strengthen(leaf: PyTree) -> PyTree:
-    """A leaf of the first inner state, strongly typed as those of later ones are."""
+    """Makes a leaf strongly typed, as it will be after the first update."""
     return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _check_not_nested(name: str, inner_state: PyTree) -> None:
-    if find_loss_scale_states(inner_state):
+    if find_by_type(inner_state, LossScaleState):
         raise ValueError(
             f"`{name}` must not be loss-scaled itself: its gradients would be unscaled "
             "twice."
@@ -262,16 +319,17 @@ def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
     if not is_state or jax.tree.structure(state.loss_scale_state) != rule_structure:
         raise ValueError(
             "`state` must be a LossScaledState of this optimizer's own rule, got "
-            f"{state.loss_scale_state.rule_state if is_state else type(state)}. (One "
-            "of another rule: `adopt_inner_state(state.inner_state, loss_scale)`.)"
+            f"{state.loss_scale_state.rule_state if is_state else type(state)}. (To "
+            "change the rule: `adopt_inner_state(state.inner_state, loss_scale)`.)"
         )
 
 
 def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
-    """An outside verdict as one more leaf, so that it costs no reduction of its own."""
+    """Turns an outside verdict into a leaf, so that no other reduction is needed."""
     if grads_finite is None:
         return None
-    if not jnp.issubdtype(jnp.result_type(grads_finite), bool):  # NaN would be True.
+    # A loss passed by mistake would count as True, even NaN.
+    if not jnp.issubdtype(jnp.result_type(grads_finite), bool):
         raise TypeError(
             f"`grads_finite` must be a bool, got {grads_finite!r}. (Did you mean "
             "`jnp.isfinite(loss)`?)"
@@ -282,15 +340,3 @@ def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
             "(Did you mean `all_finite(...)`?)"
         )
     return jnp.where(grads_finite, 0.0, jnp.inf)
-
-
-def _judge(
-    rule: LossScale, leaves: PyTree, loss_scale: jax.Array, axis_name: AxisName | None
-) -> tuple[jax.Array, ...]:
-    """What `rule.adjust` shall know of the gradients; first, whether all is finite."""
-    if rule.needs_grads_max:
-        grads_max = largest_magnitude(leaves, loss_scale, axis_name)
-        return jnp.isfinite(grads_max), grads_max
-    if rule.skips:
-        return (is_finite(leaves, loss_scale, axis_name),)
-    return (jnp.asarray(True),)

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
-from optax_lossscale._state import PyTree
+from optax_lossscale._types import PyTree
 
 try:
     import flax.linen as nn
@@ -244,21 +244,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="+",
         default=[0],
         metavar="N",
-        help="of weights and batches; with several, a figure a seed (default: 0)",
+        help="seeds of weights and batches; the table has a figure for each",
     )
     parser.add_argument(
         "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
     )
     parser.add_argument(
-        "--rule",
-        choices=RULES,
-        default="dynamic",
-        help="of float16_dynamic (default: dynamic)",
+        "--rule", choices=RULES, default="dynamic", help="rule of float16_dynamic"
     )
     parser.add_argument(
-        "--autocast",
-        action="store_true",
-        help="float16 and bfloat16 by autocast of the float32 network",
+        "--autocast", action="store_true", help="cast the float32 network by autocast"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results here"
@@ -282,12 +277,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs[name] = [train(name, apply, rule, data, s, steps) for s in seeds]
     print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:
-        results = {
-            name: [run.results for run in of_seeds]
-            if of_seeds[1:]
-            else of_seeds[0].results
-            for name, of_seeds in runs.items()
-        }
+        results: dict[str, Any] = {}
+        for name, of_seeds in runs.items():
+            each = [run.results for run in of_seeds]
+            results[name] = each if len(each) > 1 else each[0]
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
         print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)

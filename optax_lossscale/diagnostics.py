@@ -9,6 +9,8 @@ Exponents are read from the bits, so that subnormal numbers count for what they 
     8.0
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
@@ -26,12 +28,12 @@ from optax_lossscale._bits import (
     split_number,
 )
 from optax_lossscale._checks import (
-    positive_factor,
-    static_float_dtype,
-    static_number,
+    check_float_dtype,
+    check_number,
+    check_positive,
 )
-from optax_lossscale._state import PyTree
 from optax_lossscale._tree import floating_leaves, is_floating, real_parts, widen
+from optax_lossscale._types import PyTree
 
 
 class ExponentHistogram(NamedTuple):
@@ -188,20 +190,19 @@ def underflow_fraction(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figures 2 and 3
       (https://arxiv.org/abs/1710.03740).
     """
-    # What is at most half the smallest number rounds to zero: the tie to even.
-    smallest = jnp.finfo(static_float_dtype("dtype", dtype)).smallest_subnormal
+    # Half of the smallest number, and everything below it, rounds to zero (to even).
+    smallest = jnp.finfo(check_float_dtype("dtype", dtype)).smallest_subnormal
     half = split_number(float(smallest)).exponent - 1
-    factor = split(positive_factor("scale", scale))
+    factor = split(check_positive("scale", scale))
     flushed = nonzero = jnp.zeros((), jnp.float32)
     for entry in _splits(tree):
-        # `mantissa * 2**exponent` is at most 1 where the product is that half.
         mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
         exponent = entry.exponent + factor.exponent - half
-        is_flushed = (exponent < -1) | (
-            (exponent <= 0) & (mantissa <= jnp.where(exponent == 0, 1.0, 2.0))
-        )
+        # The product is `mantissa * 2**exponent` halves. Its mantissa is from 1 to 4,
+        # so no exponent beyond -2 and 1 changes which side of one half it is on.
+        is_flushed = jnp.ldexp(mantissa, jnp.clip(exponent, -2, 1)) <= 1
         counts = entry.is_finite & ~entry.is_zero
-        # Integers a leaf, because a sum of ones in float32 ends at 2**24.
+        # Counted in integers, because a sum of ones in float32 stops at 2**24.
         flushed += jnp.sum(counts & is_flushed, dtype=jnp.int32).astype(jnp.float32)
         nonzero += jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
     return flushed / jnp.maximum(nonzero, 1)
@@ -236,8 +237,8 @@ def headroom_bits(
       15.0
     """
     top = largest_of(_splits(tree))
-    room = split_number(float(jnp.finfo(static_float_dtype("dtype", dtype)).max))
-    factor = split(positive_factor("scale", scale))
+    room = split_number(float(jnp.finfo(check_float_dtype("dtype", dtype)).max))
+    factor = split(check_positive("scale", scale))
     whole = room.exponent - top.exponent - factor.exponent
     mantissa = room.mantissa / (top.mantissa * factor.mantissa)
     bits = whole.astype(jnp.float32) + jnp.log2(mantissa)
@@ -275,9 +276,9 @@ def suggest_init_scale(
       >>> ols.diagnostics.suggest_init_scale(jnp.array([1e-3, -1e-5])) == 2.0**23
       Array(True, dtype=bool)
     """
-    margin_bits = static_number("margin_bits", margin_bits, 0.0, 126.0)
+    margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
     top = largest_of(_splits(tree))
-    largest = float(jnp.finfo(static_float_dtype("dtype", dtype)).max)
+    largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
     exponent = exponent_of_quotient(split_number(largest * 2.0**-margin_bits), top)
     scale = power_of_two(jnp.clip(exponent, -126, 126))
     scale = jnp.where(top.is_zero, 2.0**15, scale)

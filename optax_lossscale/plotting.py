@@ -8,6 +8,8 @@ takes the axes to draw into, or makes new ones, and returns them.
     'entries flushed to zero in float16, in %'
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import static_float_dtype
-from optax_lossscale._state import PyTree
+from optax_lossscale._checks import check_float_dtype
 from optax_lossscale._tree import floating_leaves
+from optax_lossscale._types import PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 
 def plot_loss_scale(
-    history: Mapping[str, jax.typing.ArrayLike], *, ax: "Axes | None" = None
-) -> "Axes":
+    history: Mapping[str, jax.typing.ArrayLike], *, ax: Axes | None = None
+) -> Axes:
     """Draws the loss scale over steps, on an axis of powers of two; skips are marked.
 
     Args:
@@ -98,8 +100,8 @@ def plot_training(
     losses: Mapping[str, jax.typing.ArrayLike],
     loss_scales: Mapping[str, jax.typing.ArrayLike],
     *,
-    ax: "Sequence[Axes] | None" = None,
-) -> "Sequence[Axes]":
+    ax: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
     """Draws the training losses of several runs, and beneath them their loss scales.
 
     Args:
@@ -138,8 +140,8 @@ def plot_exponent_histogram(
     histograms: Mapping[str, ExponentHistogram],
     *,
     dtype: jax.typing.DTypeLike = jnp.float16,
-    ax: "Axes | None" = None,
-) -> "Axes":
+    ax: Axes | None = None,
+) -> Axes:
     """Draws which exponents entries have, and which of them a dtype can hold.
 
     The normal range is shaded, the subnormal one, where bits are lost, paler; what
@@ -214,8 +216,8 @@ def plot_underflow_by_leaf(
     *,
     scale: jax.typing.ArrayLike = 1.0,
     dtype: jax.typing.DTypeLike = jnp.float16,
-    ax: "Axes | None" = None,
-) -> "Axes":
+    ax: Axes | None = None,
+) -> Axes:
     """Draws for every floating leaf which share is flushed to zero in a dtype.
 
     Args:
@@ -289,7 +291,7 @@ def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:
 
 def _range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
     """The exponents of the smallest, the smallest normal and the largest number."""
-    info: Any = jnp.finfo(static_float_dtype("dtype", dtype))
+    info: Any = jnp.finfo(check_float_dtype("dtype", dtype))
     numbers = (info.smallest_subnormal, info.tiny, info.max)
     lowest, normal, highest = (int(np.frexp(float(x))[1]) - 1 for x in numbers)
     return lowest, normal, highest

@@ -2,7 +2,7 @@
 
 import jax
 
-from optax_lossscale._values import equations_of as equations_of
+from optax_lossscale._jaxprs import equations_of as equations_of
 
 
 def dtypes_of(function, *args, name="dot_general"):

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale import _masking
+from optax_lossscale._jaxprs import evaluate
 from optax_lossscale._masking import (
     cast_like,
-    evaluate,
     mask_inputs,
     mask_state,
     mask_updates,

@@ -9,7 +9,7 @@ import pytest
 from compare import assert_same_bits
 
 import optax_lossscale as ols
-from optax_lossscale._checks import static_number
+from optax_lossscale._checks import check_number
 
 
 def scales(rule, history):
@@ -269,7 +269,7 @@ def test_a_setting_without_an_upper_limit_says_so():
     with pytest.raises(
         ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
     ):
-        static_number("x", -1.0, 0.0)
+        check_number("x", -1.0, 0.0)
 
 
 def test_settings_may_be_numpy_numbers():

@@ -1,8 +1,10 @@
 """The rules of the scalers that JAX users had: Flax's and jmp's."""
 
+from __future__ import annotations
+
 import numpy as np
 
-from optax_lossscale._checks import static_count, static_factor, static_scale
+from optax_lossscale._checks import check_count, check_factor, check_scale
 from optax_lossscale._rules import LossScale
 from optax_lossscale.presets._rules import floor_or_none, uncapped
 
@@ -55,10 +57,10 @@ def flax(
       flax 0.12.8, `flax/training/dynamic_scale.py`.
     """
     return uncapped(
-        static_scale("scale", scale),
+        check_scale("scale", scale),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
-        growth_interval=static_count("growth_interval", growth_interval) + 1,
+        growth_interval=check_count("growth_interval", growth_interval) + 1,
         min_scale=floor_or_none("minimum_scale", minimum_scale),
     )
 
@@ -102,11 +104,11 @@ def jmp(
       jmp 0.0.4, `jmp/_src/loss_scale.py`. `jmp.StaticLossScale` is
       `static_loss_scale`, `jmp.NoOpLossScale` is `no_loss_scale`.
     """
-    factor = static_factor("factor", factor, 1.0, np.inf)
+    factor = check_factor("factor", factor, 1.0, np.inf)
     return uncapped(
-        static_scale("loss_scale", loss_scale),
+        check_scale("loss_scale", loss_scale),
         growth_factor=factor,
         backoff_factor=1.0 / factor,
-        growth_interval=static_count("period", period),
+        growth_interval=check_count("period", period),
         min_scale=floor_or_none("min_loss_scale", min_loss_scale),
     )

@@ -1,6 +1,8 @@
 """The rules of Keras 3 and of TensorFlow's Keras."""
 
-from optax_lossscale._checks import static_count, static_flag, static_scale
+from __future__ import annotations
+
+from optax_lossscale._checks import check_count, check_flag, check_scale
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale.presets._rules import uncapped
 
@@ -38,8 +40,8 @@ def keras(
       signature, over any Optax optimizer: `loss_scale_optimizer`.
     """
     return uncapped(
-        static_scale("initial_scale", initial_scale),
-        growth_interval=static_count("dynamic_growth_steps", dynamic_growth_steps),
+        check_scale("initial_scale", initial_scale),
+        growth_interval=check_count("dynamic_growth_steps", dynamic_growth_steps),
     )
 
 
@@ -82,12 +84,12 @@ def tf_keras(
     References:
       tf_keras 2.21, `tf_keras/mixed_precision/loss_scale_optimizer.py`.
     """
-    if static_flag("dynamic", dynamic):
+    if check_flag("dynamic", dynamic):
         return uncapped(
-            static_scale(
+            check_scale(
                 "initial_scale", 2.0**15 if initial_scale is None else initial_scale
             ),
-            growth_interval=static_count(
+            growth_interval=check_count(
                 "dynamic_growth_steps",
                 2000 if dynamic_growth_steps is None else dynamic_growth_steps,
             ),
@@ -103,5 +105,5 @@ def tf_keras(
             "`dynamic_growth_steps` must be None with `dynamic=False`, got "
             f"{dynamic_growth_steps}. (A fixed scale does not grow.)"
         )
-    scale = static_scale("initial_scale", initial_scale)
+    scale = check_scale("initial_scale", initial_scale)
     return static_loss_scale(scale, skip_nonfinite=False)

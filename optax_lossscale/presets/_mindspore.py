@@ -1,12 +1,14 @@
 """The rules of MindSpore's two loss scale managers."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from optax_lossscale._checks import (
-    static_count,
-    static_factor,
-    static_flag,
-    static_scale,
+    check_count,
+    check_factor,
+    check_flag,
+    check_scale,
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale.presets._rules import uncapped
@@ -47,8 +49,8 @@ def mindspore_fixed(
       MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py`.
     """
     return static_loss_scale(
-        static_scale("loss_scale", loss_scale),
-        skip_nonfinite=static_flag("drop_overflow_update", drop_overflow_update),
+        check_scale("loss_scale", loss_scale),
+        skip_nonfinite=check_flag("drop_overflow_update", drop_overflow_update),
     )
 
 
@@ -87,11 +89,11 @@ def mindspore_dynamic(
       MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py`,
       `mindspore/python/mindspore/amp.py`.
     """
-    factor = static_factor("scale_factor", scale_factor, 1.0, np.inf)
+    factor = check_factor("scale_factor", scale_factor, 1.0, np.inf)
     return uncapped(
-        static_scale("init_loss_scale", init_loss_scale),
+        check_scale("init_loss_scale", init_loss_scale),
         growth_factor=factor,
         backoff_factor=1.0 / factor,
-        growth_interval=static_count("scale_window", scale_window),
+        growth_interval=check_count("scale_window", scale_window),
         min_scale=1.0,
     )

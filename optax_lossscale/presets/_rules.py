@@ -1,4 +1,4 @@
-"""The rules of other systems that the classic one does not cover."""
+"""Rules of other systems that `dynamic_loss_scale` does not cover."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, static_scale
+from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
 from optax_lossscale._rules import (
     DynamicRuleState,
     LossScale,
@@ -17,17 +17,20 @@ from optax_lossscale._rules import (
 from optax_lossscale._state import LossScaleState
 
 
-class LateRuleState(NamedTuple):
+class DeepSpeedRuleState(NamedTuple):
     """What DeepSpeed's rule carries beside the scale.
 
     Attributes:
-      growth_count: `i32[]`, steps. Finite steps since the last growth, or since the
-        start or the last nonfinite step less one.
+      growth_count: `i32[]`, steps. Finite steps since the last growth; since the start
+        or the last nonfinite step, one less than those.
       hysteresis_count: `i32[]`, steps. As in the classic rule.
     """
 
     growth_count: jax.Array
     hysteresis_count: jax.Array
+
+
+LateRuleState = DeepSpeedRuleState  # The name in pickles of version 0.1.0.
 
 
 class FairseqRuleState(NamedTuple):
@@ -46,10 +49,10 @@ class FairseqRuleState(NamedTuple):
 
 
 def floor_or_none(name: str, value: float | None) -> float:
-    """A floor as a setting: None and 0, which mean no floor, are `2**-126`."""
+    """Returns a floor; None and 0 mean no floor, which is `2**-126` here."""
     if value is None or (not isinstance(value, bool) and value == 0):
         return SMALLEST_SCALE
-    return static_scale(name, value)
+    return check_scale(name, value)
 
 
 def uncapped(
@@ -62,7 +65,7 @@ def uncapped(
     hysteresis: int = 1,
     consecutive: bool = True,
 ) -> LossScale:
-    """The classic rule without a cap: growth past `2**126` is refused."""
+    """The classic rule without a cap: a growth beyond `2**126` changes nothing."""
     classic = dynamic_loss_scale(
         init_scale,
         growth_factor=growth_factor,
@@ -88,8 +91,11 @@ def uncapped(
     return LossScale(classic.init, adjust)
 
 
-def late(rule: LossScale) -> LossScale:
-    """The rule, but its count starts at -1, so that the first growth is a step late."""
+def deepspeed_rule(rule: LossScale) -> LossScale:
+    """DeepSpeed's rule: the classic one, but its count of finite steps starts at -1.
+
+    So the first growth after the start or after a nonfinite step comes one step late.
+    """
 
     def init() -> LossScaleState:
         return start_late(rule.init(), counting=jnp.asarray(False))
@@ -107,12 +113,12 @@ def late(rule: LossScale) -> LossScale:
     def start_late(state: LossScaleState, counting: jax.Array) -> LossScaleState:
         growth_count, hysteresis_count = state.rule_state
         count = jnp.where(counting, growth_count, -1)
-        return state._replace(rule_state=LateRuleState(count, hysteresis_count))
+        return state._replace(rule_state=DeepSpeedRuleState(count, hysteresis_count))
 
     return LossScale(init, adjust)
 
 
-def tolerant(
+def fairseq_rule(
     init_scale: float,
     *,
     scale_factor: float,
@@ -121,8 +127,8 @@ def tolerant(
     threshold: float,
     min_loss_scale: float,
 ) -> LossScale:
-    """Fairseq's rule; its formula stands at `presets.fairseq`."""
-    # A hair lower, so that 3 of 10 meets 0.3 also where division is approximate.
+    """Fairseq's rule; `presets.fairseq` gives its formula."""
+    # Slightly lower, so that 3 of 10 reaches 0.3 even if the division is inexact.
     tolerated = tolerance * (1.0 - 2.0**-20)
 
     def init() -> LossScaleState:

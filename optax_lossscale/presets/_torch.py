@@ -1,5 +1,7 @@
 """PyTorch's rule, and a run carried across from there and back."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._checks import (
-    static_count,
-    static_factor,
-    static_flag,
-    static_scale,
+    check_count,
+    check_factor,
+    check_flag,
+    check_scale,
 )
 from optax_lossscale._rules import DynamicRuleState, LossScale, no_loss_scale
-from optax_lossscale._state import LossScaleState, PyTree, find_loss_scale_state
+from optax_lossscale._state import LossScaleState, find_loss_scale_state
+from optax_lossscale._types import PyTree
 from optax_lossscale.presets._rules import uncapped
 
 _TRACKER = "_growth_tracker"
@@ -62,7 +65,7 @@ def torch(
       torch 2.13, `torch/amp/grad_scaler.py`,
       `aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp`.
     """
-    if not static_flag("enabled", enabled):
+    if not check_flag("enabled", enabled):
         return no_loss_scale()
     return uncapped(
         init_scale,
@@ -122,8 +125,8 @@ def from_torch_state_dict(
             "(That of a disabled one is empty: use `no_loss_scale()`.)"
         )
     entries = {key: _as_number(key, value) for key, value in state_dict.items()}
-    tracker = static_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
-    rule = torch(static_scale("scale", entries.pop("scale")), **entries)
+    tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
+    rule = torch(check_scale("scale", entries.pop("scale")), **entries)
 
     def init() -> LossScaleState:
         state = rule.init()
@@ -182,13 +185,13 @@ def to_torch_state_dict(
             "`state` must be that of a dynamic rule such as `presets.torch`, got "
             f"`rule_state` {state.rule_state!r}. (GradScaler has no other.)"
         )
-    static_factor("growth_factor", growth_factor, 1.0, np.inf)
-    static_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    check_factor("growth_factor", growth_factor, 1.0, np.inf)
+    check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
     return {
         "scale": float(state.loss_scale),
         "growth_factor": float(growth_factor),
         "backoff_factor": float(backoff_factor),
-        "growth_interval": static_count("growth_interval", growth_interval),
+        "growth_interval": check_count("growth_interval", growth_interval),
         _TRACKER: int(state.rule_state.growth_count),
     }
 

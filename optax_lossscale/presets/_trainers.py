@@ -1,16 +1,23 @@
 """The rules of those who train at large on PyTorch."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from optax_lossscale._checks import (
-    static_count,
-    static_factor,
-    static_flag,
-    static_number,
-    static_scale,
+    check_count,
+    check_factor,
+    check_flag,
+    check_number,
+    check_scale,
 )
 from optax_lossscale._rules import LossScale, dynamic_loss_scale
-from optax_lossscale.presets._rules import floor_or_none, late, tolerant, uncapped
+from optax_lossscale.presets._rules import (
+    deepspeed_rule,
+    fairseq_rule,
+    floor_or_none,
+    uncapped,
+)
 
 
 def apex(
@@ -50,15 +57,15 @@ def apex(
     References:
       apex before its pull request 1896, `apex/amp/scaler.py`.
     """
-    cap = static_scale("max_loss_scale", max_loss_scale)
+    cap = check_scale("max_loss_scale", max_loss_scale)
     floor = floor_or_none("min_loss_scale", min_loss_scale)
     if floor > cap:
         raise ValueError(
             f"`min_loss_scale` must be at most `max_loss_scale`, got {floor} and {cap}."
         )
     return dynamic_loss_scale(
-        min(static_scale("init_scale", init_scale), cap),
-        growth_interval=static_count("scale_window", scale_window),
+        min(check_scale("init_scale", init_scale), cap),
+        growth_interval=check_count("scale_window", scale_window),
         min_scale=floor,
         max_scale=cap,
     )
@@ -115,7 +122,7 @@ def megatron(
       Megatron-LM core 0.16.1, `megatron/core/optimizer/grad_scaler.py`.
     """
     return uncapped(
-        static_scale("initial_scale", initial_scale),
+        check_scale("initial_scale", initial_scale),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -182,13 +189,13 @@ def deepspeed(
       DeepSpeed 0.19.8, `deepspeed/runtime/fp16/loss_scaler.py`.
     """
     rule = uncapped(
-        static_scale("init_scale", init_scale),
-        growth_interval=static_count("scale_window", scale_window),
+        check_scale("init_scale", init_scale),
+        growth_interval=check_count("scale_window", scale_window),
         min_scale=floor_or_none("min_scale", min_scale),
-        hysteresis=static_count("delayed_shift", delayed_shift),
-        consecutive=static_flag("consecutive_hysteresis", consecutive_hysteresis),
+        hysteresis=check_count("delayed_shift", delayed_shift),
+        consecutive=check_flag("consecutive_hysteresis", consecutive_hysteresis),
     )
-    return late(rule)
+    return deepspeed_rule(rule)
 
 
 def fairseq(
@@ -248,11 +255,11 @@ def fairseq(
     References:
       fairseq 0.12.2, `fairseq/optim/dynamic_loss_scaler.py`.
     """
-    return tolerant(
-        static_scale("init_scale", init_scale),
-        scale_factor=static_factor("scale_factor", scale_factor, 1.0, np.inf),
-        scale_window=static_count("scale_window", scale_window),
-        tolerance=static_number("tolerance", tolerance, 0.0, 1.0),
+    return fairseq_rule(
+        check_scale("init_scale", init_scale),
+        scale_factor=check_factor("scale_factor", scale_factor, 1.0, np.inf),
+        scale_window=check_count("scale_window", scale_window),
+        tolerance=check_number("tolerance", tolerance, 0.0, 1.0),
         threshold=floor_or_none("threshold", threshold),
-        min_loss_scale=static_number("min_loss_scale", min_loss_scale, 0.0),
+        min_loss_scale=check_number("min_loss_scale", min_loss_scale, 0.0),
     )

@@ -1,7 +1,7 @@
-"""Parameters in half precision, and their float32 masters."""
+"""Parameters in half precision, and float32 masters for them."""
 
-import functools
-import re
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import as_optimizer
-from optax_lossscale._state import MasterWeightsState, PyTree
+from optax_lossscale._checks import check_optimizer
+from optax_lossscale._normalization import in_normalization
+from optax_lossscale._state import MasterWeightsState
 from optax_lossscale._tree import is_floating, wide_dtype, wide_param, widen
 
-# A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
-_NORMALIZATION = re.compile(
-    r"(?i)(?<![a-z0-9_])"
-    r"((\w*_)?(bn|gn|ln|norm|normali[sz]ation)"
-    r"|\w*(batch|group|instance|layer|rms)_?norm(ali[sz]ation)?)"
-    r"(_?\d+d?)?(_\w+)?(?![a-z0-9_])"
-)
 _CASTABLE = (jnp.float16, jnp.bfloat16, jnp.float32)
 
 
@@ -29,26 +23,28 @@ def cast_params(
     *,
     keep: Callable[[str, Any], bool] | None = None,
 ) -> optax.Params:
-    """Casts parameters to a dtype, all but those that are kept.
+    """Casts parameters to a dtype, except for those that are kept.
 
         x.astype(dtype)  for every float32, float16 or bfloat16 leaf x that is not kept
 
-    For level O2: parameters in half the memory, normalization layers in float32. Train
-    them with `master_weights`, or small updates are rounded away.
+    Use it before training at level O2: parameters then take half the memory, and
+    normalization layers stay in float32. Train them with `master_weights`, or small
+    updates are rounded away.
 
     Args:
-      params: Arrays of any shapes, a Flax, Haiku or Equinox tree of parameters, or a
-        module. What is not float32, float16 or bfloat16 passes through.
-      dtype: float16, bfloat16, or float32 for the way back.
-      keep: From a leaf's path, such as `"layer/kernel"`, and the leaf: whether to leave
-        it as it is. None keeps normalization layers, known by the names of their
-        classes and of what holds them: `LayerNorm_0`, `batch_norm`, `norm1`, `ln_f`.
+      params: A pytree of arrays of any shape, such as the parameters of Flax, Haiku or
+        Equinox, or a module. Leaves of other dtypes are returned unchanged.
+      dtype: float16 or bfloat16, or float32 to cast back.
+      keep: A function of a leaf's path, such as `"layer/kernel"`, and the leaf. Where
+        it returns True the leaf is not cast. None keeps normalization layers, which are
+        recognized by the name of their class or of a key in the path: `LayerNorm_0`,
+        `batch_norm`, `norm1`, `ln_f`.
 
     Returns:
-      The same tree.
+      The same tree with the other leaves in `dtype`.
 
     Raises:
-      ValueError: If `dtype` is none of the three.
+      ValueError: If `dtype` is not one of the three.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -87,29 +83,31 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Updates half-precision parameters through a float32 copy of them.
 
-    With master `m`, float32, and the inner optimizer's updates `u` of it:
+    Use it for parameters in float16 or bfloat16, where an update that is small beside
+    its parameter (in float16, less than 2**-11 of it) would be rounded away. With
+    float32 masters `m`, and the inner optimizer's updates `u` of the masters, a step is
 
         m      = m + u
         update = round(m) - params        so that params + update = round(m), exactly
 
-    Where float32 cannot hold that difference (a parameter that falls to a thousandth
-    of itself and less in one step), the master takes the value that the parameter gets.
-    So after every step the parameter is the rounded master. In float16 alone an update
-    of less than 2**-11 of its parameter is lost.
+    After every step each parameter is its rounded master. If float32 cannot hold the
+    difference, because the parameter falls to a thousandth or less in one step, the
+    master takes the value that the parameter gets.
 
-    It goes around `loss_scaled` or inside it, alike; inside, `check_updates` also sees
-    what would take a float16 parameter to infinity. If half-precision parameters are
-    changed by anything else, the next update sets them back to the masters.
+    It may go around `loss_scaled` or inside it, with the same results. Inside, the
+    option `check_updates` also skips a step that would take a float16 parameter to
+    infinity. If anything else changes a half-precision parameter, the next update sets
+    it back to its master.
 
     Args:
-      inner: Any Optax optimizer. It sees the masters and the gradients in float32.
+      inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
 
     Returns:
-      An optimizer. Its `update` needs `params`; its updates are float32. Parameters in
-      float32 and wider are updated as they would be without it.
+      An optimizer. Its `update` needs `params`, and its updates are float32. Parameters
+      in float32 or wider are updated as they would be without the wrapper.
 
     Raises:
-      TypeError: If `inner` is no optimizer.
+      TypeError: If `inner` is not an optimizer.
       ValueError: From `update`, without `params`.
 
     Example:
@@ -124,7 +122,7 @@ def master_weights(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1
       (https://arxiv.org/abs/1710.03740).
     """
-    optimizer = as_optimizer("inner", inner)
+    optimizer = check_optimizer("inner", inner)
 
     def init(params: optax.Params) -> MasterWeightsState:
         # Copies, so that parameters and state can both be donated.
@@ -141,7 +139,8 @@ def master_weights(
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError("`update` of `master_weights` needs `params`.")
-        # What is no half may have been changed by others; its own value is the master.
+        # Full-precision parameters may have been changed elsewhere, so their present
+        # values are their masters.
         master = jax.tree.map(
             lambda p, m: p if p.dtype == m.dtype else m, params, state.master_params
         )
@@ -158,35 +157,15 @@ def master_weights(
 
 
 def _update_to(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
-    """What takes a parameter to its rounded master."""
+    """The update that takes a parameter to its rounded master."""
     if param.dtype == master.dtype:
         return update
     return widen(master.astype(param.dtype)) - widen(param)
 
 
 def _rounded_from(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
-    """The master, or where that is not what the parameter becomes, the parameter."""
+    """The master, or the new parameter where that is not the rounded master."""
     if param.dtype == master.dtype:
         return master
     becomes = (widen(param) + update).astype(param.dtype)
     return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))
-
-
-@functools.cache
-def is_normalization(names: str) -> bool:
-    """Whether one name of a path is that of a normalization layer."""
-    return _NORMALIZATION.search(names) is not None
-
-
-def in_normalization(tree: PyTree) -> list[bool]:
-    """Of each leaf, whether it belongs to a normalization layer."""
-
-    def is_layer(node: object) -> bool:
-        return is_normalization(type(node).__name__)
-
-    flags = []
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layer)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_one = is_layer(node) or is_normalization(name)
-        flags += [is_one] * len(jax.tree.leaves(node))
-    return flags

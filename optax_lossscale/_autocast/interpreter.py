@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_lossscale._choice import (
+from optax_lossscale._autocast.choice import (
     Choice,
     choose,
     params_in,
@@ -21,11 +21,10 @@ from optax_lossscale._choice import (
     read_by_products,
     why_left_alone,
 )
-from optax_lossscale._custom_rules import custom_jvp, custom_vjp
-from optax_lossscale._masking import evaluate
-from optax_lossscale._nested import NESTED, Call
-from optax_lossscale._operations import SENSITIVE, Policy
-from optax_lossscale._values import (
+from optax_lossscale._autocast.control_flow import NESTED, Call
+from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
+from optax_lossscale._autocast.policy import SENSITIVE, Policy
+from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     Origin,
     Value,
@@ -36,8 +35,8 @@ from optax_lossscale._values import (
     is_cast,
     literal,
     origin_of,
-    variables_of,
 )
+from optax_lossscale._jaxprs import evaluate, flagged_variables
 
 OFTEN_READ = (*OF_ARGUMENTS, Origin.HELD)
 # What float32 computes from half precision is recomputed in the backward pass.
@@ -72,7 +71,7 @@ def run(
         values[variable] = argument(constant)
     to_round = read_by_products(program, policy, rounded)
     if rounded:
-        to_round |= variables_of(program.outvars, rounded)
+        to_round |= flagged_variables(program.outvars, rounded)
 
     @functools.cache
     def cast_once(variable: core.Var, dtype: Any) -> Any:

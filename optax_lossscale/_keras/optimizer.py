@@ -1,5 +1,7 @@
 """Keras's `LossScaleOptimizer`, its whole signature, over any Optax optimizer."""
 
+from __future__ import annotations
+
 import inspect
 
 import jax
@@ -7,14 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import (
-    as_optimizer,
-    static_count,
-    static_flag,
-    static_number,
-    static_scale,
+    check_count,
+    check_flag,
+    check_number,
+    check_optimizer,
+    check_scale,
 )
-from optax_lossscale._finite import AxisName
-from optax_lossscale._keras_parts import (
+from optax_lossscale._keras.parts import (
     AverageAfterState,
     accumulate_before,
     average_after,
@@ -22,9 +23,10 @@ from optax_lossscale._keras_parts import (
     make_clip,
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
-from optax_lossscale._state import PyTree, find_loss_scale_state, unwrap
+from optax_lossscale._state import find_loss_scale_state
 from optax_lossscale._transform import loss_scaled
-from optax_lossscale._tree import check_structure, is_absent
+from optax_lossscale._tree import check_structure, find_by_type, is_absent, unwrap
+from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale.presets import keras, tf_keras
 
 
@@ -123,13 +125,13 @@ def loss_scale_optimizer(
     clip = make_clip(clipnorm, clipvalue, global_clipnorm)
     window = _optional_count("gradient_accumulation_steps", gradient_accumulation_steps)
     frequency = _optional_count("ema_overwrite_frequency", ema_overwrite_frequency)
-    momentum = static_number("ema_momentum", ema_momentum, 0.0, 1.0)
+    momentum = check_number("ema_momentum", ema_momentum, 0.0, 1.0)
     schedule = _make_schedule(learning_rate)
 
     # Keras's order, from the inside out.
-    optimizer = as_optimizer("inner_optimizer", inner_optimizer)
+    optimizer = check_optimizer("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
-        decay = static_number("weight_decay", weight_decay, 0.0)
+        decay = check_number("weight_decay", weight_decay, 0.0)
         if schedule is None:
             raise ValueError(
                 "`learning_rate` must be given with `weight_decay`, got None. (An "
@@ -138,7 +140,7 @@ def loss_scale_optimizer(
         optimizer = decay_first(optimizer, decay, schedule, window or 1)
     if clip is not None:
         optimizer = optax.chain(clip, optimizer)
-    if static_flag("use_ema", use_ema):
+    if check_flag("use_ema", use_ema):
         optimizer = average_after(optimizer, momentum, frequency)
     if window is not None:
         optimizer = accumulate_before(optimizer, window)
@@ -234,11 +236,8 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
 
 
 def _averages_in(tree: PyTree) -> list[PyTree]:
-    def is_average(node: object) -> bool:
-        return isinstance(node, AverageAfterState)
-
-    nodes = jax.tree.leaves(tree, is_leaf=is_average)
-    return [unwrap(node.average) for node in nodes if is_average(node)]
+    nodes = find_by_type(tree, AverageAfterState)
+    return [unwrap(node.average) for _, node in nodes]
 
 
 def _make_rule(
@@ -257,10 +256,10 @@ def _make_rule(
                     f"`{name}` must be None with `loss_scale_factor`, got {value}. "
                     "(That is one fixed scale.)"
                 )
-        static_flag("dynamic", dynamic)
-        scale = static_scale("loss_scale_factor", loss_scale_factor)
+        check_flag("dynamic", dynamic)
+        scale = check_scale("loss_scale_factor", loss_scale_factor)
         return static_loss_scale(scale, skip_nonfinite=False)
-    if static_flag("dynamic", dynamic):
+    if check_flag("dynamic", dynamic):
         return keras(
             2.0**15 if initial_scale is None else initial_scale,
             2000 if dynamic_growth_steps is None else dynamic_growth_steps,
@@ -276,7 +275,7 @@ def _make_schedule(
     if learning_rate is None:
         return None
     if not callable(learning_rate):
-        rate = static_number("learning_rate", learning_rate, 0.0)
+        rate = check_number("learning_rate", learning_rate, 0.0)
         return optax.constant_schedule(rate)
     try:
         inspect.signature(learning_rate).bind(0)
@@ -291,4 +290,4 @@ def _make_schedule(
 
 
 def _optional_count(name: str, value: int | None) -> int | None:
-    return None if value is None else static_count(name, value)
+    return None if value is None else check_count(name, value)

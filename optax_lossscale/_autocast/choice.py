@@ -8,19 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._masking import evaluate
-from optax_lossscale._operations import COMMUTES, LOW, MOVES, Policy
-from optax_lossscale._precision import is_normalization
-from optax_lossscale._tree import is_floating
-from optax_lossscale._values import (
+from optax_lossscale._autocast.policy import COMMUTES, LOW, MOVES, Policy
+from optax_lossscale._autocast.values import (
     ADDS,
     OF_ARGUMENTS,
     Origin,
     Value,
     is_cast,
     is_move,
-    variables_of,
 )
+from optax_lossscale._jaxprs import evaluate, flagged_variables, scan_sizes
+from optax_lossscale._normalization import is_normalization
+from optax_lossscale._tree import is_floating
 
 FULL_PRECISION = "full_precision"  # The name scope of what is left alone.
 BOUNDARY = "call_with_arrays"  # The function inside which the caller's own is traced.
@@ -187,12 +186,12 @@ def read_by_products(
     Rounded where they are made, they are stored once, and in half the bytes.
     """
     rounded = rounded or [False] * len(program.outvars)
-    elsewhere = variables_of(program.outvars, [not flag for flag in rounded])
+    elsewhere = flagged_variables(program.outvars, [not flag for flag in rounded])
     by_products: set[core.Var] = set()
     for equation in reversed(program.eqns):
         flags = _reads_as_products(equation, elsewhere, policy)
-        by_products |= variables_of(equation.invars, flags)
-        elsewhere |= variables_of(equation.invars, [not flag for flag in flags])
+        by_products |= flagged_variables(equation.invars, flags)
+        elsewhere |= flagged_variables(equation.invars, [not flag for flag in flags])
     return by_products - elsewhere
 
 
@@ -221,11 +220,3 @@ def _reads_as_products(
         inside = read_by_products(body, policy, outputs)
         return [variable in inside for variable in body.invars]
     return [False] * count
-
-
-def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants a scan has, and how many values it carries."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()  # pragma: no cover, since JAX 0.12
-    return len(constants), len(carry)  # pragma: no cover

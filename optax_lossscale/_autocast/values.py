@@ -5,16 +5,15 @@ operations that read it may compute.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
 
-from optax_lossscale._operations import LOW, MOVES
+from optax_lossscale._autocast.policy import LOW, MOVES
 from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
@@ -125,18 +124,3 @@ def is_move(equation: Any) -> bool:
     # From float32 to float32: `x.astype(jnp.float32)` after a product vanishes.
     is_cast_to_itself = name == "convert_element_type" and all(map(is_cast, atoms))
     return name in MOVES or is_cast_to_itself
-
-
-def equations_of(program: Any) -> Iterator[Any]:
-    """Every equation of a program and of the programs within it."""
-    for equation in getattr(program, "jaxpr", program).eqns:
-        yield equation
-        for leaf in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(getattr(leaf, "jaxpr", leaf), core.Jaxpr):
-                yield from equations_of(leaf)
-
-
-def variables_of(atoms: Sequence[Any], flags: Sequence[bool]) -> set[core.Var]:
-    """The variables among some operands or results of which a flag is set."""
-    pairs = zip(atoms, flags, strict=True)
-    return {x for x, flag in pairs if flag and isinstance(x, core.Var)}

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from optax_lossscale._choice import FULL_PRECISION, Choice
-from optax_lossscale._evaluator import NOTE, run
-from optax_lossscale._operations import Policy, make_policy
-from optax_lossscale._precision import in_normalization
-from optax_lossscale._state import PyTree
-from optax_lossscale._values import Origin, Value, argument, declared, is_cast
+from optax_lossscale._autocast.choice import FULL_PRECISION, Choice
+from optax_lossscale._autocast.interpreter import NOTE, run
+from optax_lossscale._autocast.policy import Policy, make_policy
+from optax_lossscale._autocast.values import Origin, Value, argument, declared, is_cast
+from optax_lossscale._normalization import in_normalization
+from optax_lossscale._types import PyTree
 
 
 def autocast(

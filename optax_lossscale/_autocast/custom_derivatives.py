@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from optax_lossscale._masking import context_of, evaluate
-from optax_lossscale._nested import Call, computed
-from optax_lossscale._operations import Policy
+from optax_lossscale._autocast.control_flow import Call, computed
+from optax_lossscale._autocast.policy import Policy
+from optax_lossscale._autocast.values import Value, cast, declared
+from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
-from optax_lossscale._values import Value, cast, declared, equations_of
 
 
 def custom_jvp(call: Call) -> list[Value]:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._choice import read_by_products, scan_sizes
-from optax_lossscale._masking import context_of, evaluate
-from optax_lossscale._operations import Policy
-from optax_lossscale._values import Origin, Value, cast, declared, is_cast
+from optax_lossscale._autocast.choice import read_by_products
+from optax_lossscale._autocast.policy import Policy
+from optax_lossscale._autocast.values import Origin, Value, cast, declared, is_cast
+from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
 HALVES = (jnp.float16, jnp.bfloat16)
 

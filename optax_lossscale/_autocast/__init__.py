@@ -1,0 +1,1 @@
+"""Automatic mixed precision: evaluate a float32 program with casts."""

@@ -1,0 +1,1 @@
+"""Keras's `LossScaleOptimizer` over any Optax optimizer."""

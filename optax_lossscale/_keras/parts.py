@@ -1,0 +1,222 @@
+"""What Keras does around an update, each as a wrapper of an Optax optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._checks import SMALLEST_SCALE, check_number
+from optax_lossscale._tree import is_absent, is_floating, wide_param
+from optax_lossscale._types import PyTree
+
+
+class DecayFirstState(NamedTuple):
+    """State of `decay_first`.
+
+    Attributes:
+      update_count: `i32[]`, steps. Updates so far.
+      inner_state: State of the optimizer inside.
+    """
+
+    update_count: jax.Array
+    inner_state: PyTree
+
+
+class AverageAfterState(NamedTuple):
+    """State of `average_after`.
+
+    Attributes:
+      update_count: `i32[]`, steps. Updates so far.
+      average: Moving average of the parameters; floating leaves float32 or wider.
+      inner_state: State of the optimizer inside.
+    """
+
+    update_count: jax.Array
+    average: PyTree
+    inner_state: PyTree
+
+
+def make_clip(
+    clipnorm: float | None, clipvalue: float | None, global_clipnorm: float | None
+) -> optax.GradientTransformation | None:
+    """The one clip that is asked for, if any."""
+    clips = (
+        ("clipnorm", clipnorm, _clip_each),
+        ("clipvalue", clipvalue, optax.clip),
+        ("global_clipnorm", global_clipnorm, optax.clip_by_global_norm),
+    )
+    given = [(name, limit, clip) for name, limit, clip in clips if limit is not None]
+    if len(given) > 1:
+        raise ValueError(
+            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` must be "
+            f"given, got {' and '.join(f'`{name}`' for name, *_ in given)}."
+        )
+    for name, limit, clip in given:
+        return clip(check_number(name, limit, SMALLEST_SCALE))
+    return None
+
+
+def decay_first(
+    inner: optax.GradientTransformationExtraArgs,
+    weight_decay: float,
+    learning_rate: optax.Schedule,
+    window: int,
+) -> optax.GradientTransformationExtraArgs:
+    """Takes `params * weight_decay * learning_rate` off before the inner update.
+
+    An inner optimizer that reads parameters sees them decayed. The schedule counts
+    all finite steps, `window` of them to an update, and is read at the last of them.
+    """
+
+    def init(params: optax.Params) -> DecayFirstState:
+        return DecayFirstState(jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        grads: optax.Updates,
+        state: DecayFirstState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DecayFirstState]:
+        params = _wide_params("weight_decay", params)
+        step = state.update_count * window + (window - 1)
+        share = jnp.asarray(weight_decay * learning_rate(step))
+
+        def decay_leaf(grad: PyTree, param: PyTree) -> PyTree:
+            # Keras leaves alone what has no gradient.
+            if is_absent(grad) or not is_floating(param):
+                return None
+            return -param * share.astype(param.dtype)
+
+        decay = jax.tree.map(decay_leaf, grads, params, is_leaf=is_absent)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, _add(params, decay), **extra_args
+        )
+        count = optax.safe_increment(state.update_count)
+        return _add(updates, decay), DecayFirstState(count, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def average_after(
+    inner: optax.GradientTransformationExtraArgs,
+    momentum: float,
+    overwrite_frequency: int | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages the parameters after each update, and now and then overwrites them."""
+
+    def init(params: optax.Params) -> AverageAfterState:
+        # A buffer of its own, so that parameters and state can both be donated.
+        average = jax.tree.map(_copy, params)
+        return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
+
+    def update(
+        grads: optax.Updates,
+        state: AverageAfterState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, AverageAfterState]:
+        params = _wide_params("use_ema", params)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+
+        def average_leaf(average: PyTree, param: PyTree) -> PyTree:
+            if not is_floating(param):
+                return param
+            moved = optax.incremental_update(param, average, 1.0 - momentum)
+            return jnp.where(state.update_count == 0, param, moved)
+
+        average = jax.tree.map(average_leaf, state.average, _add(params, updates))
+        count = optax.safe_increment(state.update_count)
+        if overwrite_frequency is not None:
+            overwrite = count % overwrite_frequency == 0
+
+            def overwrite_leaf(
+                update: PyTree, param: PyTree, average: PyTree
+            ) -> PyTree:
+                if is_absent(update) or not is_floating(param):
+                    return update
+                return jnp.where(overwrite, average - param, update)
+
+            updates = jax.tree.map(
+                overwrite_leaf, updates, params, average, is_leaf=is_absent
+            )
+        return updates, AverageAfterState(count, average, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def accumulate_before(
+    inner: optax.GradientTransformationExtraArgs, window: int
+) -> optax.GradientTransformationExtraArgs:
+    """Updates once in `window` steps, by the mean of their gradients."""
+
+    def multi_steps(tree: PyTree) -> optax.MultiSteps:
+        # Its own default, float32, would lose what is wider or complex.
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+        dtype = np.result_type(np.float32, *dtypes)
+        return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
+
+    def init(params: optax.Params) -> optax.MultiStepsState:
+        return multi_steps(params).init(params)
+
+    def update(
+        grads: optax.Updates,
+        state: optax.MultiStepsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        # `MultiSteps` wants a gradient of every parameter, or of none.
+        kept = jax.tree.map(
+            lambda grad, mean: grad if is_absent(grad) else mean,
+            grads,
+            state.acc_grads,
+            is_leaf=is_absent,
+        )
+        updates, updated = multi_steps(grads).update(
+            grads, state._replace(acc_grads=kept), params, **extra_args
+        )
+        acc_grads = jax.tree.map(
+            lambda grad, old, new: old if is_absent(grad) else new,
+            grads,
+            state.acc_grads,
+            updated.acc_grads,
+            is_leaf=is_absent,
+        )
+        return updates, updated._replace(acc_grads=acc_grads)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _clip_each(max_norm: float) -> optax.GradientTransformation:
+    """Clips every gradient array by its own L2 norm."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def clip_leaf(grad: PyTree) -> PyTree:
+        return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
+
+    return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
+
+
+def _wide_params(option: str, params: optax.Params | None) -> optax.Params:
+    if params is None:
+        raise ValueError(
+            f"`params` must be given to `update`, got None. (`{option}` reads them.)"
+        )
+    return jax.tree.map(wide_param, params)
+
+
+def _add(tree: PyTree, updates: PyTree) -> PyTree:
+    """A tree moved by updates, where there is one; of parameters or of updates."""
+
+    def add(update: PyTree, leaf: PyTree) -> PyTree:
+        return leaf if is_absent(update) or not is_floating(leaf) else leaf + update
+
+    return jax.tree.map(add, updates, tree, is_leaf=is_absent)
+
+
+def _copy(param: PyTree) -> PyTree:
+    is_abstract = isinstance(param, jax.ShapeDtypeStruct)
+    return jnp.zeros_like(param) if is_abstract else jnp.copy(param)

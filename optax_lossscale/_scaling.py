@@ -1,0 +1,131 @@
+"""Multiply by the loss scale, and divide it out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale._state import get_loss_scale
+from optax_lossscale._tree import map_floating, resolve_mask, widen
+from optax_lossscale._types import Mask, PyTree
+
+
+def scale(tree: PyTree, state: PyTree) -> PyTree:
+    """Multiplies every floating leaf by the loss scale.
+
+    Call it on the loss before you differentiate. With loss scale `s`, for every
+    floating leaf `x`,
+
+        scale(x) = widen(x) * s
+
+    where `widen` casts dtypes narrower than float32 to float32, because the product
+    would overflow in float16: a loss of 3 times a scale of `2**15` is infinity there.
+
+    Args:
+      tree: Usually a scalar loss. Floating leaves may have any shape; all other
+        leaves are returned unchanged.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+
+    Returns:
+      The same tree with floating leaves in float32 or wider.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `tree` is a function.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(2.0**15).init()
+      >>> ols.scale(jnp.float16(3.0), state)
+      Array(98304., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    if callable(tree) and jax.tree_util.all_leaves([tree]):
+        raise TypeError(
+            f"`tree` must hold arrays, got the function {tree!r}. (Did you mean "
+            "`scaled_value_and_grad(loss_fn, state)`?)"
+        )
+    return map_floating(_scale_leaves, tree, get_loss_scale(state))
+
+
+def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
+    """Divides the loss scale out of every floating leaf.
+
+    With loss scale `s`, for every floating leaf `x`,
+
+        unscale(x) = widen(x) * (1 / s)
+
+    where `widen` casts dtypes narrower than float32 to float32. The cast comes first,
+    because float16 would flush the small quotients to zero. The reciprocal is exact if
+    the scale is a power of two; with any other scale the result may be rounded once
+    more than a division would be.
+
+    Args:
+      tree: Gradients of a scaled loss. Floating leaves may have any shape; all other
+        leaves are returned unchanged.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      mask: Marks the scaled gradients, in the form of Optax's masks: a pytree of bools
+        that is a prefix of `tree`, or a function that makes one from `tree`. Leaves
+        marked False are returned untouched. None means True everywhere.
+
+    Returns:
+      The same tree with floating leaves in float32 or wider.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(2.0**15).init()
+      >>> ols.unscale(jnp.float16(98304.0 / 2), state)
+      Array(1.5, dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    loss_scale = get_loss_scale(state)
+
+    def unscale_part(is_scaled: bool, part: PyTree) -> PyTree:
+        return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
+
+    return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
+
+
+# Jitted, so that outside `jit` one call handles all leaves.
+
+
+@jax.jit
+def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+    return _multiply(leaves, loss_scale.astype)
+
+
+@jax.jit
+def unscale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+    """Unscales a list of floating leaves."""
+    # One division for each dtype; XLA on CPU is much slower with one for each leaf.
+    return _multiply(leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
+
+
+def _multiply(
+    leaves: list[Any], factor_in: Callable[[jnp.dtype], jax.Array]
+) -> list[jax.Array]:
+    """Widens each leaf and multiplies it by the factor for its dtype."""
+
+    def multiply(leaf: Any) -> jax.Array:
+        array = widen(leaf)
+        factor = factor_in(jnp.finfo(array.dtype).dtype)
+        if jnp.issubdtype(array.dtype, jnp.complexfloating):
+            # A complex product would turn an infinity in one part into NaN in both.
+            return lax.complex(lax.real(array) * factor, lax.imag(array) * factor)
+        return lax.mul(array, factor)
+
+    return [multiply(leaf) for leaf in leaves]

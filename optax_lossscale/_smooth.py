@@ -1,0 +1,115 @@
+"""A rule whose scale grows by a fraction of a bit on every finite step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._bits import exponents_within, power_of_two
+from optax_lossscale._checks import check_bounds, check_number, check_scale
+from optax_lossscale._rules import LossScale, count_step, first_state
+from optax_lossscale._state import LossScaleState
+
+
+class SmoothRuleState(NamedTuple):
+    """What the smooth rule carries beside the scale.
+
+    Attributes:
+      fraction: `f32[]`, bits, from 0 to 1. How far the real exponent lies above the
+        exponent of the scale.
+    """
+
+    fraction: jax.Array
+
+
+def smooth_loss_scale(
+    init_scale: float = 2.0**15,
+    *,
+    growth_bits: float = 1e-3,
+    backoff_bits: float = 1.0,
+    min_scale: float | optax.Schedule = 2.0**-24,
+    max_scale: float | optax.Schedule = 2.0**24,
+) -> LossScale:
+    """A loss scale that grows a little on every finite step.
+
+    With a real exponent `e`, each step does
+
+        e = e + growth_bits       if finite
+        e = e - backoff_bits      if not
+        s = 2**floor(e)
+
+    within the bounds. While the gradients keep their size, growth and backoff balance,
+    and about `growth_bits / backoff_bits` of the steps are skipped; fewer while
+    gradients shrink, more while they grow. The rule regains each bit in
+    `1 / growth_bits` finite steps, and one bad batch costs it only `backoff_bits`; in
+    the classic rule a bad batch also restarts the count to the next growth.
+
+    Args:
+      init_scale: First scale, dimensionless; `e` starts at its logarithm. It may lie
+        outside the bounds, which apply from the first step on.
+      growth_bits: Bits gained on a finite step, from `2**-20` to 126. With `1e-3` the
+        scale doubles every 1000 finite steps.
+      backoff_bits: Bits lost on a nonfinite step, in the same range.
+      min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
+        `step_count`. It is rounded up to a power of two.
+      max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
+        to a power of two. Where a scheduled floor exceeds the cap, the cap wins.
+
+    Returns:
+      A `LossScale`; its `rule_state` is a NamedTuple `(fraction,)` of `f32[]`, and `e`
+      is `log2(s) + fraction`. After `set_loss_scale` the rule therefore continues from
+      the new scale, even if that is not a power of two.
+
+    Raises:
+      ValueError: If a setting is outside its range, or the bounds are inverted.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
+      >>> state = rule.init()
+      >>> for grads_finite in [True, True, True, False]:
+      ...     state = rule.adjust(state, grads_finite)
+      ...     print(state.loss_scale, state.rule_state.fraction)
+      8.0 0.5
+      16.0 0.0
+      16.0 0.5
+      8.0 0.5
+
+    References:
+      OpenAI's `guided-diffusion`, `fp16_util.py`. Departures: it has no bounds, and it
+      applies `2**e` itself, which is rarely a power of two and then not exact. The cap
+      follows Dhariwal et al., Jukebox, 2020.
+    """
+    mantissa, exponent = math.frexp(check_scale("init_scale", init_scale))
+    # Much smaller steps would be rounded away when added to a fraction in float32.
+    growth_bits = check_number("growth_bits", growth_bits, 2.0**-20, 126.0)
+    backoff_bits = check_number("backoff_bits", backoff_bits, 2.0**-20, 126.0)
+    bounds = check_bounds(min_scale, max_scale)
+
+    def init() -> LossScaleState:
+        fraction = jnp.asarray(math.log2(mantissa) + 1, jnp.float32)
+        return first_state(2.0 ** (exponent - 1), SmoothRuleState(fraction))
+
+    def adjust(
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        grads_max: jax.typing.ArrayLike | None = None,
+    ) -> LossScaleState:
+        del grads_max
+        finite = jnp.asarray(grads_finite, bool)
+        low, high = map(power_of_two, exponents_within(bounds(state.step_count)))
+        e = state.rule_state.fraction
+        e = jnp.where(jnp.isnan(e), 0.0, e)  # A damaged checkpoint may hold NaN.
+        e += jnp.where(finite, growth_bits, -backoff_bits)
+        whole = jnp.floor(e)
+        s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
+        fraction = jnp.where((s < low) | (s >= high), 0.0, e - whole)
+        s = jnp.clip(s, low, high)
+        return count_step(state, finite, s, SmoothRuleState(fraction))
+
+    return LossScale(init, adjust)

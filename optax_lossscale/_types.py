@@ -1,0 +1,15 @@
+"""The type aliases that signatures show."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
+
+import optax
+
+# Any pytree of arrays.
+PyTree: TypeAlias = Any
+# A pytree of bools that is a prefix of another tree, or a function that makes one.
+Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
+# The name of one axis of `pmap`, `vmap` or `shard_map`, or a tuple of names.
+AxisName: TypeAlias = Hashable
+# A floor or a cap of the loss scale: one number, or a number for each step.
+ScaleBound: TypeAlias = float | optax.Schedule
