@@ -1,11 +1,8 @@
 """Loss scaling for Optax, as pure functions on a small pytree."""
 
 from optax_lossscale import diagnostics, plotting, presets
-from optax_lossscale._autocast.transform import (
-    autocast,
-    autocast_report,
-    full_precision,
-)
+from optax_lossscale._autocast.report import autocast_report
+from optax_lossscale._autocast.transform import autocast, full_precision
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._headroom import headroom_loss_scale

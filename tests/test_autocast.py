@@ -944,15 +944,23 @@ def test_the_report_takes_abstract_arguments_and_jitted_functions(capsys):
     assert "bfloat16  low list" in capsys.readouterr().out
     ols.autocast_report(with_scan, W, X)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["times", "operation", "dtype", "why", "where"]
+    titles = ["times", "operation", "computed", "result", "why", "where"]
+    assert lines[0].split() == titles
     products = [line.split() for line in lines if "dot_general" in line]
-    assert [row[:5] for row in products] == [
-        ["1", "dot_general", "float16", "low", "list"]
+    assert [row[:6] for row in products] == [
+        ["1", "dot_general", "float16", "float16", "low", "list"]
     ] * 2
-    assert "test_autocast.py" in products[0][5]
+    assert "test_autocast.py" in products[0][6]
     ols.autocast_report(lambda x: x + 1.0 + 1.0, X)
     (line,) = capsys.readouterr().out.splitlines()[1:]
     assert line.split()[:3] == ["2", "add", "float32"]
+
+
+def test_the_report_gives_the_computed_and_the_result_dtype_of_a_bias(capsys):
+    ols.autocast_report(lambda w, x, b: x @ w + b, W, X, jnp.ones((1, W.shape[1])))
+    lines = capsys.readouterr().out.splitlines()
+    (add,) = [line.split() for line in lines if "add" in line]
+    assert add[:4] == ["1", "add", "float32", "float16"]
 
 
 def test_the_report_is_of_what_runs(capsys):

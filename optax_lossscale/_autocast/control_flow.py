@@ -1,6 +1,6 @@
-"""Programs within programs: each is built anew around its evaluated body.
+"""Rebuild operations that hold programs around the evaluated programs.
 
-Whatever is carried around a loop, or comes out of a branch, keeps its declared dtype.
+Loop carries and branch results keep their declared dtypes.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,18 +11,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._autocast.choice import read_by_products
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Origin, Value, cast, declared, is_cast
+from optax_lossscale._autocast.values import Origin, Value, cast, declared, is_float32
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
 HALVES = (jnp.float16, jnp.bfloat16)
 
 
 class Call(NamedTuple):
-    """An operation that holds programs, and what they are evaluated with."""
+    """One operation that holds programs, and the means to evaluate them.
+
+    Attributes:
+      run: `interpreter.run`, which evaluates a program.
+      read_by_products: `rounding.read_by_products`.
+      equation: The operation.
+      operands: The values that it reads.
+      policy: The policy for its programs.
+      rounded: For each result, whether it is rounded to the low dtype.
+    """
 
     run: Callable[..., list[Value]]
+    read_by_products: Callable[..., set[core.Var]]
     equation: Any
     operands: list[Value]
     policy: Policy
@@ -40,7 +49,7 @@ class Call(NamedTuple):
         return [operand.array for operand in self.operands]
 
     def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """The evaluated program, and where its outputs come from."""
+        """Traces the evaluated program; also returns the origins of its outputs."""
         origins: list[Origin] = []
 
         def body(*arrays: Any) -> list[Any]:
@@ -54,29 +63,31 @@ class Call(NamedTuple):
     def run_declared(
         self, closed: core.ClosedJaxpr, inputs: Sequence[Value]
     ) -> list[Any]:
-        """A program's results, in their declared dtypes."""
+        """Evaluates a program and casts its results to their declared dtypes."""
         outputs = [x.array for x in self.run(closed, inputs, self.policy)]
         return declared(closed.jaxpr.outvars, outputs)
 
 
 def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """Other arrays from where the operands come from."""
+    """Values of other arrays with the origins of the operands."""
     pairs = zip(arrays, operands, strict=True)
     return [Value(array, operand.origin) for array, operand in pairs]
 
 
 def computed(arrays: Sequence[Any]) -> list[Value]:
-    """Arrays as values that are computed."""
+    """Values of arrays that some operation computed."""
     return [Value(array, Origin.COMPUTED) for array in arrays]
 
 
-def _jit(call: Call) -> list[Value]:
+def jit(call: Call) -> list[Value]:
+    """A jitted function inside the program."""
     program, origins = call.trace(call.params["jaxpr"])
     params = {**call.params, "jaxpr": program}
     return list(map(Value, evaluate(call.equation, call.arrays, params), origins))
 
 
-def _remat(call: Call) -> list[Value]:
+def remat(call: Call) -> list[Value]:
+    """A function under `jax.checkpoint`."""
     program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
@@ -84,25 +95,27 @@ def _remat(call: Call) -> list[Value]:
     return list(map(Value, evaluate(call.equation, arrays, params), origins))
 
 
-def _closed_call(call: Call) -> list[Value]:
+def inline(call: Call) -> list[Value]:
+    """A program without parameters of its own, evaluated in place."""
     closed = call.params["call_jaxpr"]
     return call.run(closed, call.operands, call.policy, call.rounded)
 
 
-def _scan(call: Call) -> list[Value]:
+def scan(call: Call) -> list[Value]:
+    """A `lax.scan`, or a `fori_loop` with a fixed number of steps."""
     params, closed = call.params, call.params["jaxpr"]
     first, size = scan_sizes(params)
     constants, carried = call.operands[:first], call.operands[first : first + size]
     rounded = [*[False] * size, *call.rounded[size:]]
-    inside = read_by_products(closed.jaxpr, call.policy, rounded)
-    # Inputs are cast before the loop. What all steps read is not: cast at each step,
-    # its gradient is summed over the steps in float32.
-    constants = [_held(x) for x in constants]
+    inside = call.read_by_products(closed.jaxpr, call.policy, rounded)
+    # Constants are not cast before the loop but at each step, so that their gradients
+    # are summed over the steps in float32.
+    constants = [_loop_constant(x) for x in constants]
     halves = [v.aval.dtype in HALVES for v in closed.jaxpr.invars[:first]]
     places = slice(first + size, None)
     given = [
         Value(cast(x.array, call.policy.dtype), x.origin)
-        if v in inside and is_cast(v)
+        if v in inside and is_float32(v)
         else x
         for x, v in zip(call.operands[places], closed.jaxpr.invars[places], strict=True)
     ]
@@ -131,14 +144,15 @@ def _scan(call: Call) -> list[Value]:
     return computed([*carry, *ys])
 
 
-def _held(value: Value) -> Value:
-    """What a loop reads at each step: in float32 if it is in half precision."""
+def _loop_constant(value: Value) -> Value:
+    """Widens a half-precision value that a loop reads at each step."""
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
-    return Value(cast(value.array, jnp.float32), Origin.HELD)
+    return Value(cast(value.array, jnp.float32), Origin.LOOP_CONSTANT)
 
 
-def _while(call: Call) -> list[Value]:
+def while_loop(call: Call) -> list[Value]:
+    """A `lax.while_loop`."""
     params, operands = call.params, call.operands
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     first = params["cond_nconsts"]
@@ -156,7 +170,9 @@ def _while(call: Call) -> list[Value]:
     return computed(carry)
 
 
-def _cond(call: Call) -> list[Value]:
+def cond(call: Call) -> list[Value]:
+    """A `lax.cond` or `lax.switch`."""
+
     def branch(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
         def apply(*arrays: Any) -> list[Any]:
             return call.run_declared(closed, values_like(call.operands[1:], arrays))
@@ -169,9 +185,10 @@ def _cond(call: Call) -> list[Value]:
         return computed(lax.switch(index, branches, *arrays))
 
 
-def _shard_map(call: Call) -> list[Value]:
+def shard_map(call: Call) -> list[Value]:
+    """A `jax.shard_map`."""
     params, closed = call.params, core.ClosedJaxpr(call.params["jaxpr"], ())
-    # In JAX 0.7 `manual_axes`, later `newly_manual_axes`.
+    # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
 
     def body(*arrays: Any) -> list[Any]:
@@ -188,18 +205,3 @@ def _shard_map(call: Call) -> list[Value]:
             check_vma=params["check_vma"],
         )
         return computed(mapped(*call.arrays))
-
-
-NESTED = {
-    "checkpoint": _remat,
-    "closed_call": _closed_call,
-    "cond": _cond,
-    "core_call": _closed_call,
-    "eval_jaxpr": _closed_call,  # What JAX 0.12 has for it.
-    "jit": _jit,
-    "pjit": _jit,
-    "remat2": _remat,
-    "scan": _scan,
-    "shard_map": _shard_map,
-    "while": _while,
-}

@@ -1,8 +1,8 @@
-"""Functions with derivative rules of their own: made anew, with the same rules.
+"""Rebuild functions that have derivative rules of their own, with the same rules.
 
-The rule is written for float32, so it is traced in that, from the function as it is,
-and then evaluated as any other program. Evaluating the body in its place would lose the
-rule: the gradient of relu at 0 would be 1/2.
+A rule is written for float32. So it is traced in float32, from the function as it is,
+and then evaluated like any other program. If the function's body were evaluated in its
+place, the rule would be lost: the gradient of relu at 0 would be 1/2.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def custom_jvp(call: Call) -> list[Value]:
 
         atoms = [*variables, *(variables[i] for i in places)]
         traced = jax.make_jaxpr(pushforward)(*declared(atoms, arrays))
-        # What the rule reads of its own result is the rounded one.
+        # Where the rule reads its own result, it must read the rounded one.
         values = run(traced, computed(arrays), policy, [*is_low, *is_low])
         outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]
@@ -63,31 +63,30 @@ def custom_vjp(call: Call) -> list[Value]:
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
     function = jax.custom_vjp(core.jaxpr_as_fun(program))
 
-    def forward(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
+    def forward_rule(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
         arrays = [primal.value for primal in primals]
-        # Only what is differentiated: the rule may ask what is.
+        # Only the perturbed operands, because the rule may ask which they are.
         places = [
             i
             for i, primal in enumerate(primals)
             if primal.perturbed and is_floating(variables[i].aval)
         ]
-        structure = None
 
-        def with_residuals(*arrays: Any) -> list[Any]:
-            nonlocal structure
+        def with_pullback(*arrays: Any) -> Any:
             as_written = _function_of(equation, arrays, places)
-            outputs, pullback = jax.vjp(as_written, *(arrays[i] for i in places))
-            residuals, structure = jax.tree.flatten(pullback)
-            return [*outputs, *residuals]
+            return jax.vjp(as_written, *(arrays[i] for i in places))
 
-        traced = jax.make_jaxpr(with_residuals)(*declared(variables, arrays))
+        traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(
+            *declared(variables, arrays)
+        )
+        structure = jax.tree.structure(pullback)
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
 
-        def backward(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
-            def pull(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
+        def pull_back(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            def as_written(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
                 return jax.tree.unflatten(structure, residuals)(cotangents)
 
-            traced = jax.make_jaxpr(pull)(
+            traced = jax.make_jaxpr(as_written)(
                 declared(residual_vars, residuals),
                 declared(closed.jaxpr.outvars, cotangents),
             )
@@ -99,19 +98,21 @@ def custom_vjp(call: Call) -> list[Value]:
 
         outputs = [value.array for value in run(traced, computed(arrays), policy)]
         results = zip(outputs, dtypes, strict=False)
-        # What `backward` knows goes with the residuals: JAX may call `forward` again,
-        # for other operands to be differentiated, before it calls `backward`.
-        residuals = jax.tree_util.Partial(backward, *outputs[len(dtypes) :])
+        # JAX may run this rule again, for other perturbed operands, before it runs the
+        # backward rule. So `pull_back` travels with the residuals that it belongs to.
+        residuals = jax.tree_util.Partial(pull_back, *outputs[len(dtypes) :])
         return [cast(x, dtype) for x, dtype in results], residuals
 
-    def backward(residuals: jax.tree_util.Partial, cotangents: Any) -> tuple[Any, ...]:
+    def backward_rule(
+        residuals: jax.tree_util.Partial, cotangents: Any
+    ) -> tuple[Any, ...]:
         cotangents = [
             jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
             for ct in cotangents
         ]
         return tuple(residuals.func(residuals.args, cotangents))
 
-    function.defvjp(forward, backward, symbolic_zeros=True)
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     with context_of(equation):
         return list(map(Value, function(*call.arrays), origins))
 
@@ -119,7 +120,7 @@ def custom_vjp(call: Call) -> list[Value]:
 def _function_of(
     equation: Any, arrays: Sequence[Any], places: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    """An operation as a function of some of its operands."""
+    """The operation as a function of the operands at some places."""
 
     def function(*some: Any) -> list[Any]:
         inputs = list(arrays)
@@ -131,6 +132,6 @@ def _function_of(
 
 
 def _policy_inside(program: core.Jaxpr, policy: Policy) -> Policy:
-    """What holds sensitive operations and has a rule of its own stays in float32."""
+    """A function with a rule stays in float32 if it holds sensitive operations."""
     names = {equation.primitive.name for equation in equations_of(program)}
-    return policy.without_narrowing() if names & policy.full else policy
+    return policy.products_only() if names & policy.full else policy

@@ -1,29 +1,18 @@
-"""Evaluate a program that was written for float32, operation by operation.
+"""Evaluate a program that was written for float32, operation by operation."""
 
-What goes nowhere but into products is rounded where it is made: it is then stored once,
-in half the bytes.
-"""
-
-import contextvars
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
-from optax_lossscale._autocast.choice import (
-    Choice,
-    choose,
-    params_in,
-    policy_for,
-    read_by_products,
-    why_left_alone,
-)
-from optax_lossscale._autocast.control_flow import NESTED, Call
-from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
+from optax_lossscale._autocast.choice import Choice, choose, params_in, policy_for
+from optax_lossscale._autocast.control_flow import Call
+from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
+from optax_lossscale._autocast.notes import Note, add_note, is_collecting
 from optax_lossscale._autocast.policy import SENSITIVE, Policy
+from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     Origin,
@@ -32,19 +21,18 @@ from optax_lossscale._autocast.values import (
     as_operand,
     cast,
     declared,
-    is_cast,
+    is_float32,
     literal,
     origin_of,
 )
 from optax_lossscale._jaxprs import evaluate, flagged_variables
 
-OFTEN_READ = (*OF_ARGUMENTS, Origin.HELD)
-# What float32 computes from half precision is recomputed in the backward pass.
-RECOMPUTED = SENSITIVE | {"atan2", "div"}
-NOTE: contextvars.ContextVar[Callable[[Any, Choice | None], None]] = (
-    contextvars.ContextVar("note", default=lambda equation, choice: None)
-)
-CALLS = {**NESTED, "custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
+# Values that are cast anew for each operation that reads them, so that the gradients
+# that come back from several are summed in float32.
+_CAST_ANEW = (*OF_ARGUMENTS, Origin.LOOP_CONSTANT)
+# Operations whose results are float32, and whose half-precision operands are saved for
+# the backward pass in place of the results.
+_RECOMPUTED = SENSITIVE | {"atan2", "div"}
 
 
 def run(
@@ -58,68 +46,117 @@ def run(
     Args:
       closed: The program, written for float32.
       inputs: A value for each of its inputs.
-      policy: What computes in what.
-      rounded: Of each output, whether it is rounded to the low dtype where it is made,
-        so that whatever else reads it reads the rounded one. Empty: none is.
+      policy: The policy for its operations.
+      rounded: For each output, whether it is rounded to the low dtype where it is made,
+        so that whatever else reads it reads the rounded value. Empty means none is.
 
     Returns:
       A value for each of its outputs, perhaps narrower than declared.
     """
-    program = closed.jaxpr
-    values: dict[core.Var, Value] = dict(zip(program.invars, inputs, strict=True))
-    for variable, constant in zip(program.constvars, closed.consts, strict=True):
-        values[variable] = argument(constant)
-    to_round = read_by_products(program, policy, rounded)
-    if rounded:
-        to_round |= flagged_variables(program.outvars, rounded)
+    frame = _Frame(closed, inputs, policy, rounded)
+    for equation in closed.jaxpr.eqns:
+        outputs = frame.apply(equation)
+        frame.write(equation.outvars, outputs)
+    return [frame.read(atom) for atom in closed.jaxpr.outvars]
 
-    @functools.cache
-    def cast_once(variable: core.Var, dtype: Any) -> Any:
-        return cast(values[variable].array, dtype)
 
-    def read(atom: Any) -> Value:
-        is_literal = isinstance(atom, core.Literal)
-        return literal(atom.val, policy.dtype) if is_literal else values[atom]
+class _Frame:
+    """The variables of one program while it is evaluated."""
 
-    def read_as(atom: Any, dtype: Any) -> Any:
-        value = read(atom)
-        if not is_cast(atom):
-            return value.array
-        # Arguments are cast anew for each that reads them: gradients that come back
-        # from several are then summed in float32.
-        is_once = not isinstance(atom, core.Literal) and value.origin not in OFTEN_READ
-        return cast_once(atom, dtype) if is_once else cast(value.array, dtype)
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        inputs: Sequence[Value],
+        policy: Policy,
+        rounded: Sequence[bool],
+    ) -> None:
+        program = closed.jaxpr
+        self.policy = policy
+        self.values: dict[core.Var, Value] = {}
+        self.casts: dict[tuple[core.Var, Any], Any] = {}
+        self.to_round = read_by_products(program, policy, rounded)
+        if rounded:
+            self.to_round |= flagged_variables(program.outvars, rounded)
+        self.write(program.invars, inputs)
+        self.write(program.constvars, list(map(argument, closed.consts)))
 
-    for equation in program.eqns:
-        name, own = equation.primitive.name, policy_for(equation, policy)
-        operands = [as_operand(read(x), x, equation) for x in equation.invars]
-        flags = [variable in to_round for variable in equation.outvars]
-        if name in CALLS and not why_left_alone(equation):
-            outputs = CALLS[name](Call(run, equation, operands, own, flags))
+    def read(self, atom: core.Var | core.Literal) -> Value:
+        """The value of a variable or a literal."""
+        if isinstance(atom, core.Literal):
+            return literal(atom.val, self.policy.dtype)
+        return self.values[atom]
+
+    def write(self, variables: Sequence[core.Var], values: Sequence[Value]) -> None:
+        """Sets variables."""
+        self.values.update(zip(variables, values, strict=True))
+
+    def apply(self, equation: Any) -> list[Value]:
+        """Evaluates one operation and returns its results."""
+        policy = policy_for(equation, self.policy)
+        operands = [as_operand(self.read(x), x, equation) for x in equation.invars]
+        flags = [variable in self.to_round for variable in equation.outvars]
+        nesting, reason = nesting_of(equation), reason_left_alone(equation)
+        if nesting is not None and reason is None:
+            call = Call(run, read_by_products, equation, operands, policy, flags)
+            outputs = self._round(equation, nesting.rebuild(call), flags)
         else:
-            choice = choose(equation, operands, own)
-            NOTE.get()(equation, choice)
-            if choice.dtype is None and name in RECOMPUTED:
-                results = _recomputed(equation, operands)
+            if reason is not None:
+                choice = Choice(None, reason)
             else:
-                dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
-                arrays = list(map(read_as, equation.invars, dtypes))
-                results = evaluate(equation, arrays, params_in(equation, choice.dtype))
+                choice = choose(equation, operands, policy)
+            results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
-            outputs = [Value(array, origin) for array in results]
             flags = [flag or choice.is_rounded for flag in flags]
-        for variable, value, flag in zip(equation.outvars, outputs, flags, strict=True):
-            array, origin = value
-            if flag and is_cast(variable) and origin not in OF_ARGUMENTS:
-                array = cast(array, policy.dtype)
-            is_normalized = own is not policy and origin is Origin.COMPUTED
-            origin = Origin.NORMALIZED if is_normalized else origin
-            values[variable] = Value(array, origin)
-    return [read(atom) for atom in program.outvars]
+            values = [Value(array, origin) for array in results]
+            outputs = self._round(equation, values, flags)
+            if is_collecting():
+                add_note(equation, _note(equation, choice, outputs))
+        is_normalization = policy is not self.policy
+        return list(map(_as_normalized, outputs)) if is_normalization else outputs
+
+    def _compute(
+        self, equation: Any, operands: Sequence[Value], choice: Choice
+    ) -> Sequence[Any]:
+        """Computes an operation in the chosen dtype."""
+        if choice.dtype is None and equation.primitive.name in _RECOMPUTED:
+            return _recomputed(equation, operands)
+        dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
+        arrays = list(map(self._read_as, equation.invars, dtypes))
+        return evaluate(equation, arrays, params_in(equation, choice.dtype))
+
+    def _read_as(self, atom: core.Var | core.Literal, dtype: Any) -> Any:
+        """Reads a float32 value in a dtype, any other value as it is."""
+        value = self.read(atom)
+        if not is_float32(atom):
+            return value.array
+        if isinstance(atom, core.Literal) or value.origin in _CAST_ANEW:
+            return cast(value.array, dtype)
+        if (atom, dtype) not in self.casts:
+            self.casts[atom, dtype] = cast(value.array, dtype)
+        return self.casts[atom, dtype]
+
+    def _round(
+        self, equation: Any, values: Sequence[Value], flags: Sequence[bool]
+    ) -> list[Value]:
+        """Rounds the flagged results; arguments are cast only where they are read."""
+        return [
+            Value(cast(value.array, self.policy.dtype), value.origin)
+            if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS
+            else value
+            for variable, value, flag in zip(
+                equation.outvars, values, flags, strict=True
+            )
+        ]
+
+
+def _as_normalized(value: Value) -> Value:
+    """Marks a result of a normalization layer."""
+    is_computed = value.origin is Origin.COMPUTED
+    return Value(value.array, Origin.NORMALIZED) if is_computed else value
 
 
 def _recomputed(equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
-    """A result in float32, of which the backward pass saves the narrow operands."""
+    """Computes in float32, and recomputes in the backward pass from low operands."""
 
     def compute(*arrays: Any) -> Sequence[Any]:
         return evaluate(equation, declared(equation.invars, arrays))
@@ -129,3 +166,20 @@ def _recomputed(equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
     if not is_wide:
         compute = jax.checkpoint(compute, prevent_cse=False)
     return compute(*arrays)
+
+
+def _note(equation: Any, choice: Choice, outputs: Sequence[Value]) -> Note:
+    """Describes an operation for the report."""
+    atoms = [*filter(is_float32, equation.invars), *equation.outvars]
+    arrays = [output.array for output in outputs]
+    return Note(
+        operation=equation.primitive.name,
+        computed=_name_of(choice.dtype or getattr(atoms[0].aval, "dtype", None)),
+        result=_name_of(getattr(arrays[0], "dtype", None)) if arrays else "",
+        why=choice.why,
+        where=source_info_util.summarize(equation.source_info).rsplit("/")[-1],
+    )
+
+
+def _name_of(dtype: Any) -> str:
+    return "" if dtype is None else jnp.dtype(dtype).name

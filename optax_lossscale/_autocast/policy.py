@@ -1,13 +1,14 @@
-"""Which operation computes in what: the three lists of `autocast`, and its levels.
+"""The policy of `autocast`: three lists of operations, and levels that select them.
 
 | list | computes in | holds |
 |---|---|---|
-| `LOW` | the low dtype | products of matrices, convolutions |
-| `FULL` | float32 | `SENSITIVE`: exponentials, logarithms, powers; `SUMS` |
-| `WIDEST` | the widest of its operands | other elementwise operations, comparisons |
+| low | the low dtype | `LOW`: matrix products and convolutions |
+| full | float32 | `SENSITIVE`: exponentials, logarithms, powers; and `SUMS` |
+| widest | its widest operand's dtype | `WIDEST`: other elementwise operations, moves |
 | | as it was written | all others, such as decompositions, FFTs and kernels |
 
-Losses, norms and softmax are made of these, and so need no entries of their own.
+Names are those of JAX primitives. Losses, norms and softmax consist of listed
+operations, so they need no entries of their own.
 """
 
 import difflib
@@ -22,7 +23,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LOW = _words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
+LOW = _words("conv_general_dilated dot_general ragged_dot_general")
 SENSITIVE = _words(
     "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cosh digamma erf_inv "
     "exp exp2 expm1 igamma igammac integer_pow lgamma log log1p polygamma pow "
@@ -33,14 +34,15 @@ SUMS = _words(
     "scatter-mul select_and_scatter_add"
 )
 POWERS = _words("integer_pow square")
-# What moves values, and does not change them.
+# Operations that move values without changing them.
 MOVES = _words(
-    "all_gather all_to_all broadcast_in_dim concatenate copy copy_p dynamic_slice "
-    "dynamic_update_slice expand_dims gather name optimization_barrier pad pcast "
+    "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "
+    "dynamic_update_slice gather name optimization_barrier pad pcast "
     "ppermute pvary reshape rev select_n sharding_constraint slice split squeeze "
     "stop_gradient transpose"
 )
-# What commutes with rounding: rounded before or after, the result is the same.
+# Operations that commute with rounding: rounding their operands or their results gives
+# the same.
 COMMUTES = MOVES | _words(
     "abs clamp cummax cummin max min neg reduce_max reduce_min reduce_window_max "
     "reduce_window_min"
@@ -50,14 +52,9 @@ WIDEST = COMMUTES | _words(
     "logistic lt mul ne rem round scatter scatter-max scatter-min "
     "select_and_gather_add sign sin sort sqrt sub tanh top_k"
 )
-# Programs are not cast; what they are made of is.
-HOLD_PROGRAMS = _words(
-    "call checkpoint closed_call cond custom_jvp_call custom_vjp_call eval_jaxpr jit "
-    "pjit remat2 scan shard_map while"
-)
 LEVELS = ("O0", "O1", "O2", "O3")
 
-# Some that have no primitive of their own, and what they are made of.
+# Operations of other libraries or of `jax.numpy`, and a primitive that they consist of.
 MADE_OF = {
     "bmm": "dot_general",
     "conv": "conv_general_dilated",
@@ -66,13 +63,22 @@ MADE_OF = {
     "matmul": "dot_general",
     "mean": "reduce_sum",
     "norm": "reduce_sum",
+    "ragged_dot": "ragged_dot_general",
     "softmax": "exp",
     "sum": "reduce_sum",
 }
 
 
 class Policy(NamedTuple):
-    """What `autocast` was asked for."""
+    """The lists at one level.
+
+    Attributes:
+      dtype: The low dtype.
+      level: `"O0"` to `"O3"`.
+      low: Names of operations that compute in the low dtype.
+      full: Names of operations that compute in float32.
+      widest: Names of operations that compute in their widest operand's dtype.
+    """
 
     dtype: Any
     level: str
@@ -81,32 +87,40 @@ class Policy(NamedTuple):
     widest: frozenset[str]
 
     @property
-    def is_half(self) -> bool:
-        """Whether parameters, and what is no product, are in the low dtype too."""
+    def lowers_everything(self) -> bool:
+        """Whether arguments and elementwise operations are in the low dtype too."""
         return self.level in ("O2", "O3")
 
-    def without_narrowing(self) -> "Policy":
-        """The same, for what stays in float32, but for products."""
+    def products_only(self) -> "Policy":
+        """The policy under which only products are low; everything else is float32."""
         return self._replace(widest=frozenset())
 
 
 def make_policy(
-    dtype: Any, level: str, low: Sequence[str], high: Sequence[str]
+    dtype: Any,
+    level: str,
+    low: Sequence[str],
+    high: Sequence[str],
+    nested: frozenset[str],
 ) -> Policy:
-    """The lists at a level, with the caller's own names in the place they asked for."""
+    """The lists at a level, with the caller's names moved to the lists they asked for.
+
+    Operations whose names are in `nested` hold programs and cannot be cast themselves.
+    """
     if level not in LEVELS:
         raise ValueError(
             f"`level` must be one of {', '.join(LEVELS)}, got {level!r}."
             f"{_did_you_mean(str(level).upper().replace('0', 'O', 1), LEVELS)}"
         )
-    to_low, to_high = _names("low", low), _names("high", high)
+    to_low = _check_names("low", low, nested)
+    to_high = _check_names("high", high, nested)
     if to_low & to_high:
         raise ValueError(
             f"`low` and `high` must not share names, got {sorted(to_low & to_high)}."
         )
     full = SUMS | (SENSITIVE if level == "O1" else POWERS)
     return Policy(
-        dtype=_low_dtype(dtype),
+        dtype=_check_low_dtype(dtype),
         level=level,
         low=(LOW | to_low) - to_high,
         full=(full | to_high) - to_low,
@@ -114,15 +128,15 @@ def make_policy(
     )
 
 
-def _low_dtype(dtype: Any) -> Any:
+def _check_low_dtype(dtype: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`dtype` must be a floating dtype, got {dtype!r}.")
     dtype = jnp.dtype(dtype)
     if dtype.itemsize == 1:
         raise ValueError(
             f"`dtype` must be float16 or bfloat16, got {dtype}: in 8 bits each operand "
-            "needs its own scale. (Autocast to float16, and give the layers that "
-            "shall be float8 Flax's `nn.Fp8DirectDotGeneralOp`.)"
+            "needs its own scale. (Autocast to float16, and use Flax's "
+            "`nn.Fp8DirectDotGeneralOp` in the layers that should run in float8.)"
         )
     if dtype.itemsize != 2:
         raise ValueError(
@@ -132,7 +146,9 @@ def _low_dtype(dtype: Any) -> Any:
     return dtype
 
 
-def _names(setting: str, names: Sequence[str]) -> frozenset[str]:
+def _check_names(
+    setting: str, names: Sequence[str], nested: frozenset[str]
+) -> frozenset[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f"`{setting}` must be a sequence of names, got {names!r}.")
     known = {
@@ -140,7 +156,7 @@ def _names(setting: str, names: Sequence[str]) -> frozenset[str]:
         for primitive in vars(core.primitives).values()
         if isinstance(primitive, core.Primitive)
     }
-    known = (known | LOW | SENSITIVE | SUMS | WIDEST) - HOLD_PROGRAMS
+    known = (known | LOW | SENSITIVE | SUMS | WIDEST) - nested
     for name in names:
         if name not in known:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The values of a program that is evaluated with casts.
 
-An array may be narrower than the program declares. Where it comes from says in what the
-operations that read it may compute.
+An array may be narrower than the program declares. Its origin decides in which dtype
+the operations that read it may compute.
 """
 
 import enum
@@ -20,37 +20,37 @@ ADDS = ("add", "add_any")
 
 
 class Origin(enum.Enum):
-    """Where a value comes from, as far as it says in what it may be computed."""
+    """Where a value comes from, as far as this matters for casts."""
 
-    COMPUTED = enum.auto()
+    COMPUTED = enum.auto()  # The result of any operation not named below.
     PRODUCT = enum.auto()  # A result of the low list, perhaps moved.
     ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
-    BIAS = enum.auto()  # The same, of one axis: added to a product, its bias.
-    HELD = enum.auto()  # A low value that a loop reads, in float32: see `_nested`.
+    BIAS = enum.auto()  # An ARGUMENT of one axis, which may be added to a product.
+    LOOP_CONSTANT = enum.auto()  # A low value that a loop reads at each step.
     CUBE = enum.auto()  # A third power.
-    SMALL_CUBE = enum.auto()  # The same times a small number, as in gelu.
+    SMALL_CUBE = enum.auto()  # A third power times a small number, as in gelu.
     LARGE = enum.auto()  # A number that overflows in the low dtype, perhaps moved.
-    NORMALIZED = enum.auto()  # At O2, what a normalization layer computes.
-    CONSTANT = enum.auto()  # A number in the range of the low dtype: widens nothing.
+    NORMALIZED = enum.auto()  # At O2, a result computed in a normalization layer.
+    CONSTANT = enum.auto()  # A number within the low dtype's range; it widens nothing.
 
 
 OF_ARGUMENTS = (Origin.ARGUMENT, Origin.BIAS)
 
 
 class Value(NamedTuple):
-    """An array, perhaps narrower than the program says."""
+    """An array, perhaps narrower than declared, and its origin."""
 
     array: Any
     origin: Origin
 
 
 def argument(array: Any) -> Value:
-    """An argument, or a constant array, as a value."""
+    """The value of an argument or of a constant array."""
     return Value(array, Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT)
 
 
 def literal(number: Any, dtype: Any) -> Value:
-    """A number as a value; one that over- or underflows in the low dtype widens."""
+    """The value of a number, which widens if the low dtype cannot represent it."""
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
     if float(info.max) < magnitude < float("inf"):
         return Value(number, Origin.LARGE)
@@ -59,7 +59,7 @@ def literal(number: Any, dtype: Any) -> Value:
 
 
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
-    """A value as an operand: an argument of one axis that is broadcast is a bias."""
+    """The value as an equation reads it; a row that is broadcast in a sum is a bias."""
     is_argument = value.origin is Origin.ARGUMENT and equation.primitive.name in ADDS
     if is_argument and _is_row(atom.aval) and atom.aval != equation.outvars[0].aval:
         return Value(value.array, Origin.BIAS)
@@ -67,11 +67,12 @@ def as_operand(value: Value, atom: Any, equation: Any) -> Value:
 
 
 def _is_row(aval: Any) -> bool:
+    """Whether at most one axis is longer than 1."""
     return bool(aval.ndim > 0 and sum(size > 1 for size in aval.shape) <= 1)
 
 
 def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
-    """Where a result comes from."""
+    """The origin of an equation's results; the first rule that applies decides."""
     name, origins = equation.primitive.name, {x.origin for x in operands}
     if name in LOW:
         return Origin.PRODUCT
@@ -88,39 +89,47 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
         return Origin.SMALL_CUBE if is_small else Origin.COMPUTED
     if name in MOVES | {"mul"} and Origin.LARGE in origins:
         return Origin.LARGE
+    if name in MOVES or name == "convert_element_type":
+        return _origin_of_moved(equation, operands)
+    return Origin.COMPUTED
+
+
+def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin:
+    """The origin of a moved value: its own, if it is the only floating operand."""
     is_float = [is_floating(atom.aval) for atom in equation.invars]
-    if sum(is_float) != 1 or name not in MOVES | {"convert_element_type"}:
+    if sum(is_float) != 1:
         return Origin.COMPUTED
-    origin, new = operands[is_float.index(True)].origin, equation.outvars[0].aval
-    old = equation.invars[is_float.index(True)].aval
-    is_row = new.ndim == 1 or (_is_row(old) and new.size > old.size)
-    return Origin.BIAS if origin is Origin.ARGUMENT and is_row else origin
+    place = is_float.index(True)
+    old, new = equation.invars[place].aval, equation.outvars[0].aval
+    becomes_row = new.ndim == 1 or (_is_row(old) and new.size > old.size)
+    origin = operands[place].origin
+    return Origin.BIAS if origin is Origin.ARGUMENT and becomes_row else origin
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    """An array in a dtype."""
+    """Casts an array to a dtype, if it has another one."""
     same = jnp.result_type(array) == dtype
     return array if same else lax.convert_element_type(array, dtype)
 
 
-def is_cast(atom: Any) -> bool:
-    """Whether a value is declared as float32, so that it may be narrower."""
+def is_float32(atom: Any) -> bool:
+    """Whether a value is declared as float32; only such values are ever cast."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and atom.aval.dtype == jnp.float32
 
 
 def declared(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Arrays in the dtypes that the program declares."""
+    """Casts arrays to the dtypes that the program declares."""
     return [
-        cast(x, atom.aval.dtype) if is_cast(atom) else x
+        cast(x, atom.aval.dtype) if is_float32(atom) else x
         for atom, x in zip(atoms, arrays, strict=True)
     ]
 
 
 def is_move(equation: Any) -> bool:
-    """Whether an operation moves float32 values, and does not change them."""
+    """Whether an operation moves float32 values without changing them."""
     name = equation.primitive.name
     atoms = [*equation.invars, *equation.outvars]
-    # From float32 to float32: `x.astype(jnp.float32)` after a product vanishes.
-    is_cast_to_itself = name == "convert_element_type" and all(map(is_cast, atoms))
+    # A cast from float32 to float32, such as `x.astype(jnp.float32)` after a product.
+    is_cast_to_itself = name == "convert_element_type" and all(map(is_float32, atoms))
     return name in MOVES or is_cast_to_itself

@@ -1,0 +1,73 @@
+"""The one table of operations that hold programs, and of how autocast treats them.
+
+To add an operation, write a function for it in `control_flow.py` or
+`custom_derivatives.py`, and a row here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Primitive, primitives
+
+from optax_lossscale._autocast import control_flow, custom_derivatives
+from optax_lossscale._autocast.control_flow import Call
+from optax_lossscale._autocast.values import Value
+from optax_lossscale._tree import is_floating
+
+FULL_PRECISION = "full_precision"  # The name scope of functions that are left alone.
+
+
+class Nesting(NamedTuple):
+    """How an operation that holds programs is treated.
+
+    Attributes:
+      rebuild: Evaluates its programs, and makes the operation anew around them.
+      body: The parameter with its one program, if the operation's operands and results
+        are that program's. A value that only products read inside is then known to be
+        read only by products outside.
+      has_rule: Whether it has a derivative rule of its own.
+    """
+
+    rebuild: Callable[[Call], list[Value]]
+    body: str | None = None
+    has_rule: bool = False
+
+
+# Keyed by the primitive where JAX exports it, else by the primitive's name.
+_NESTINGS: dict[Primitive | str, Nesting] = {
+    primitives.jit_p: Nesting(control_flow.jit, body="jaxpr"),
+    "remat2": Nesting(control_flow.remat, body="jaxpr"),  # JAX 0.7 has no `remat_p`.
+    primitives.scan_p: Nesting(control_flow.scan),
+    primitives.while_p: Nesting(control_flow.while_loop),
+    primitives.cond_p: Nesting(control_flow.cond),
+    primitives.closed_call_p: Nesting(control_flow.inline),
+    "eval_jaxpr": Nesting(control_flow.inline),
+    "shard_map": Nesting(control_flow.shard_map),
+    primitives.custom_jvp_call_p: Nesting(
+        custom_derivatives.custom_jvp, body="call_jaxpr", has_rule=True
+    ),
+    primitives.custom_vjp_call_p: Nesting(custom_derivatives.custom_vjp, has_rule=True),
+}
+NESTED_NAMES = frozenset(
+    key.name if isinstance(key, Primitive) else key for key in _NESTINGS
+)
+
+
+def nesting_of(equation: Any) -> Nesting | None:
+    """The row of an operation that holds programs; None for any other operation."""
+    primitive = equation.primitive
+    return _NESTINGS.get(primitive) or _NESTINGS.get(primitive.name)
+
+
+def reason_left_alone(equation: Any) -> str | None:
+    """Why an operation is left as it is written, or None if it is not."""
+    if FULL_PRECISION in str(equation.source_info.name_stack):
+        return "full_precision"
+    if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
+        return "works in place"
+    nesting = nesting_of(equation)
+    has_rule = nesting is not None and nesting.has_rule
+    if has_rule and not all(is_floating(x.aval) for x in equation.outvars):
+        return "a rule for results that are not floating"
+    return None

@@ -1,0 +1,69 @@
+"""Report in which dtype each operation of a function computes under autocast."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_lossscale._autocast.notes import Note, collect_notes
+from optax_lossscale._autocast.transform import autocast, partition
+from optax_lossscale._types import PyTree
+
+_TITLES = ("times", "operation", "computed", "result", "why", "where")
+
+
+def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> None:
+    """Prints the dtype in which each operation computes under `autocast`, and why.
+
+    The function is traced but not run. Operations that agree in every column share a
+    line, which says how many there are. The column `computed` gives the dtype in which
+    an operation computes, and `result` the dtype of its result: a bias is added in
+    float32, for example, and the sum is rounded to float16.
+
+    Args:
+      fun: A function that `autocast` returned, perhaps jitted. For any other function,
+        the report shows what `autocast(fun)` would do.
+      *args: Its arguments; arrays, or `jax.ShapeDtypeStruct`.
+      **kwargs: Its keyword arguments.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     return jnp.sum((x @ w) ** 2)
+      >>> ols.autocast_report(loss_fn, jnp.ones((3, 2)), jnp.ones((1, 3)))
+      times  operation    computed  result   why           where
+          1  dot_general  float16   float16  low list      <doctest ...
+          1  integer_pow  float32   float32  float32 list  <doctest ...
+          1  reduce_sum   float32   float32  float32 list  <doctest ...
+    """
+    # A jitted function may have been traced already, and would not be traced again.
+    while isinstance(fun, jax.stages.Wrapped):
+        fun = inspect.getattr_static(fun, "__wrapped__")
+    arrays, merge = partition((args, kwargs))
+
+    def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
+        def call_with(*arrays: jax.Array) -> list[Any]:
+            args, kwargs = merge(arrays)
+            return partition(fun(*args, **kwargs))[0]
+
+        return call_with
+
+    with collect_notes() as notes:
+        jax.eval_shape(call(fun), *arrays)
+        if not notes:
+            jax.eval_shape(call(autocast(fun)), *arrays)
+    _print_table([note for _, note in notes.values()])
+
+
+def _print_table(notes: Sequence[Note]) -> None:
+    """Prints a line for all notes that are equal."""
+    counts = collections.Counter(notes)
+    rows = [_TITLES, *((str(count), *note) for note, count in counts.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for times, *rest in rows:
+        cells = [cell.ljust(w) for cell, w in zip(rest, widths[1:], strict=True)]
+        print("  ".join([times.rjust(widths[0]), *cells]).rstrip())

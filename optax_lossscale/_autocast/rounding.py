@@ -1,0 +1,71 @@
+"""Find the values that may be rounded to the low dtype where they are made.
+
+Products round their operands anyway. A value that only products read is therefore
+rounded as soon as it is made, and stored once, in half the bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from optax_lossscale._autocast.choice import is_low
+from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
+from optax_lossscale._autocast.policy import COMMUTES, Policy
+from optax_lossscale._autocast.values import is_move
+from optax_lossscale._jaxprs import flagged_variables, scan_sizes
+
+
+def read_by_products(
+    program: core.Jaxpr, policy: Policy, rounded: Sequence[bool] = ()
+) -> set[core.Var]:
+    """The variables of a program that only products read.
+
+    `rounded` flags the program's results that are rounded anyway; empty means none.
+    """
+    rounded = rounded or [False] * len(program.outvars)
+    elsewhere = flagged_variables(program.outvars, [not flag for flag in rounded])
+    by_products: set[core.Var] = set()
+    for equation in reversed(program.eqns):
+        flags = _reads_for_products(equation, elsewhere, policy)
+        by_products |= flagged_variables(equation.invars, flags)
+        elsewhere |= flagged_variables(equation.invars, [not flag for flag in flags])
+    return by_products - elsewhere
+
+
+def _reads_for_products(
+    equation: Any, elsewhere: set[core.Var], policy: Policy
+) -> list[bool]:
+    """For each operand, whether this equation passes it on to products only.
+
+    `elsewhere` are the variables that something other than a product reads later.
+    """
+    count = len(equation.invars)
+    outputs = [variable not in elsewhere for variable in equation.outvars]
+    if reason_left_alone(equation) is not None:
+        return [False] * count
+    if is_low(equation, policy):
+        return [True] * count
+    if equation.primitive.name in COMMUTES or is_move(equation):
+        return [all(outputs)] * count
+    if equation.primitive is core.primitives.scan_p:
+        return _scan_reads_for_products(equation, outputs, policy)
+    nesting = nesting_of(equation)
+    if nesting is None or nesting.body is None:
+        return [False] * count
+    body = equation.params[nesting.body]
+    body = getattr(body, "jaxpr", body)
+    inside = read_by_products(body, policy, outputs)
+    return [variable in inside for variable in body.invars]
+
+
+def _scan_reads_for_products(
+    equation: Any, outputs: list[bool], policy: Policy
+) -> list[bool]:
+    """The same for a scan, whose carries keep their declared dtypes."""
+    body = equation.params["jaxpr"].jaxpr
+    first, size = scan_sizes(equation.params)
+    carry = range(first, first + size)
+    outputs = [*[False] * size, *outputs[size:]]
+    inside = read_by_products(body, policy, outputs)
+    return [v in inside and i not in carry for i, v in enumerate(body.invars)]
