@@ -1,4 +1,36 @@
-"""Loss scaling for Optax, as pure functions on a small pytree."""
+"""Loss scaling and automatic mixed precision for JAX and Optax.
+
+Train with a scaled loss:
+
+* `loss_scaled` wraps an Optax optimizer: it unscales the gradients, skips a step that
+  overflowed, and adjusts the loss scale;
+* `scaled_value_and_grad` and `scaled_grad` give it the gradients of the scaled loss;
+* `loss_scale_optimizer` has Keras's signature; `ema_params` and `finalize_params` read
+  its moving average.
+
+Choose how the loss scale changes:
+
+* `dynamic_loss_scale` grows and backs off; `smooth_loss_scale` grows in small steps;
+  `headroom_loss_scale` follows the largest gradient; `static_loss_scale` stays, and
+  `no_loss_scale` does nothing;
+* `presets` has the rules of PyTorch, Keras, MindSpore, Flax and others by their names;
+* `LossScale` is what every rule is, also one of your own.
+
+Run a float32 model in half precision:
+
+* `autocast` casts each operation where that is safe, `full_precision` marks a part to
+  leave alone, and `autocast_report` prints what happens to each operation;
+* `cast_params` casts parameters, and `master_weights` trains them in half precision.
+
+Look at a state, change it, or write the step by hand:
+
+* `loss_scale_metrics` is for loggers; `raise_if_stalled` raises `LossScaleStalledError`
+  if too many steps in a row were skipped;
+* `get_loss_scale`, `set_loss_scale`, `find_loss_scale_state` and `adopt_inner_state`
+  work on the states, `LossScaleState` and `LossScaledState`;
+* `scale`, `unscale`, `all_finite` and `max_magnitude` are the parts of a step;
+* `diagnostics` looks for overflow and underflow in any pytree; `plotting` draws it.
+"""
 
 from optax_lossscale import diagnostics, plotting, presets
 from optax_lossscale._autocast.report import autocast_report
