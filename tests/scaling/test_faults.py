@@ -1,0 +1,87 @@
+"""Fault injection, in short; `python tests/tools/faults.py` does a million steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
+from tools.faults import OPTIMIZERS, RULES, check, run
+
+import optax_lossscale as ols
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_fault_gets_through_and_every_count_is_right(rule, optimizer):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        seen = run(RULES[rule], OPTIMIZERS[optimizer], 10_000)
+    assert 0.01 < check(seen) < 0.2
+
+
+DAMAGED = [0.0, -8.0, jnp.nan, jnp.inf, 2.0**127, 1e-45]
+
+
+def with_scale(opt_state, value):
+    """What a restored state with some bits flipped may be."""
+    state = opt_state.loss_scale_state._replace(loss_scale=jnp.float32(value))
+    return opt_state._replace(loss_scale_state=state)
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_damaged_scale_is_never_used_and_is_mended_at_once(rule, value):
+    tx = ols.loss_scaled(adam(), RULES[rule])
+    params = {"w": jnp.ones(3)}
+    _, sound = tx.update(params, tx.init(params), params)
+    damaged = with_scale(sound, value)
+    for grads in (params, {"w": jnp.zeros(3)}, {"w": jnp.full(3, jnp.nan)}):
+        updates, state = jax.jit(tx.update)(grads, damaged, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(state.inner_state, sound.inner_state)
+        # As if a step at the rule's first scale had overflowed.
+        first = sound.loss_scale_state._replace(
+            loss_scale=tx.init(params).loss_scale_state.loss_scale
+        )
+        expected = RULES[rule].adjust(first, False, jnp.inf)
+        assert_same_bits(state.loss_scale_state, expected)
+        assert state.loss_scale_state.total_notfinite == 1
+    _, state = tx.update(ols.scale(params, state), state, params)
+    assert np.any(optax.tree.get(state, "mu")["w"] != optax.tree.get(sound, "mu")["w"])
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_a_rule_that_checks_nothing_uses_no_damaged_scale_either(value):
+    tx = ols.loss_scaled(adam(), ols.static_loss_scale(8.0, skip_nonfinite=False))
+    params = {"w": jnp.ones(3)}
+    _, sound = tx.update(params, tx.init(params), params)
+    damaged = with_scale(sound, value)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, state = update(ols.scale(params, damaged), damaged, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(state.inner_state, sound.inner_state)
+        assert ols.get_loss_scale(state) == 8.0
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_without_loss_scaling_the_scale_is_one_whatever_the_state_holds(value):
+    tx = ols.loss_scaled(adam(), ols.no_loss_scale())
+    damaged = with_scale(tx.init(jnp.ones(3)), value)
+    assert ols.get_loss_scale(damaged) == 1.0
+    loss, grads = ols.scaled_value_and_grad(jnp.sum, damaged)(jnp.ones(3))
+    assert (loss, grads.tolist()) == (3.0, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
+def test_a_damaged_fraction_does_not_hold_the_smooth_scale_for_ever(value):
+    rule = ols.smooth_loss_scale(2.0**10)
+    state = rule.init()._replace(
+        rule_state=rule.init().rule_state._replace(fraction=jnp.float32(value))
+    )
+    scales = []
+    for _ in range(60):
+        state = rule.adjust(state, False)
+        scales.append(float(state.loss_scale))
+    assert scales[-1] == 2.0**-24
+    assert 0 <= state.rule_state.fraction < 1
