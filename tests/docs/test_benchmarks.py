@@ -8,6 +8,7 @@ import sys
 import pytest
 from helpers.compat import IS_JAX_0_7
 
+pytestmark = pytest.mark.slow
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 

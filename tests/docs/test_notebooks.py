@@ -31,6 +31,7 @@ def printed(notebook):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Those of Jupyter's own packages.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_is_stored_in_it(path):

@@ -13,6 +13,7 @@ from helpers.compare import assert_same_bits, types
 from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.compiled import collectives_of
 from helpers.inner import adam, lenient
+from helpers.programs import equations_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -142,21 +143,28 @@ def test_sharded_jit_skips_everywhere_and_keeps_every_type(axis_type):
         good = jax.tree.map(lambda p: p * SCALE, params)
         _, after = update(good, state, params)
         assert types(after) == types(state)
-        poisoned = np.asarray(good["w"]).copy()
-        poisoned[5, 0] = np.nan  # On one device of eight.
-        bad = {**good, "w": jax.device_put(poisoned, good["w"].sharding)}
-        updates, skipped = update(bad, after, params)
+        for value in (np.nan, np.inf):
+            poisoned = np.asarray(good["w"]).copy()
+            poisoned[5, 0] = value  # On one device of eight.
+            bad = {**good, "w": jax.device_put(poisoned, good["w"].sharding)}
+            updates, skipped = update(bad, after, params)
+            assert_same_bits(optax.apply_updates(params, updates), params)
+            assert_same_bits(skipped.inner_state, after.inner_state)
+            assert types(skipped) == types(state)
+            assert [leaf.sharding for leaf in jax.tree.leaves(skipped)] == [
+                leaf.sharding for leaf in jax.tree.leaves(after)
+            ]
+            assert skipped.loss_scale_state.loss_scale.sharding.is_fully_replicated
+            assert skipped.loss_scale_state.total_notfinite == 1
+        # From the first step on, with a state that was made eagerly.
+        updates, skipped = update(bad, tx.init(params), params)
         assert_same_bits(optax.apply_updates(params, updates), params)
-        assert_same_bits(skipped.inner_state, after.inner_state)
-        assert types(skipped) == types(state)
-        assert [leaf.sharding for leaf in jax.tree.leaves(skipped)] == [
-            leaf.sharding for leaf in jax.tree.leaves(after)
-        ]
-        assert skipped.loss_scale_state.loss_scale.sharding.is_fully_replicated
+        assert skipped.loss_scale_state.total_notfinite == 1
 
 
-def test_vmap_over_an_ensemble_skips_the_bad_member_alone():
-    tx = ols.loss_scaled(adam(), RULE)
+@pytest.mark.parametrize("is_adam", [True, False])
+def test_vmap_over_an_ensemble_skips_the_bad_member_alone(is_adam):
+    tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
     params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)
     states = jax.vmap(tx.init)(params)
     grads = jax.tree.map(lambda p: p * SCALE, params)
@@ -164,6 +172,10 @@ def test_vmap_over_an_ensemble_skips_the_bad_member_alone():
     updates, states = jax.vmap(tx.update)(grads, states, params)
     after = optax.apply_updates(params, updates)
     assert states.loss_scale_state.last_finite.tolist() == [True, False, True]
+    assert states.loss_scale_state.total_notfinite.tolist() == [0, 1, 0]
+    if not is_adam:
+        expected = params["w"] * jnp.asarray([-1.0, 0.0, -1.0])[:, None, None]
+        np.testing.assert_array_equal(updates["w"], expected)
     assert ols.get_loss_scale(states).tolist() == [SCALE, SCALE / 2, SCALE]
     for member, moved in enumerate([True, False, True]):
         same = bool((after["w"][member] == params["w"][member]).all())
@@ -337,6 +349,22 @@ def test_gradients_sharded_over_two_axes_skip_together_in_shard_map(check_vma):
     assert_same_bits(skipped.inner_state, state.inner_state)
     updates, _ = step(params, state, params)
     assert updates["c"].all()
+    every = P(("data", "model"))
+
+    def verdict_of_device(x):
+        return jnp.reshape(ols.all_finite(x, axis_name=("data", "model")), 1)
+
+    verdicts = jax.jit(
+        jax.shard_map(
+            verdict_of_device,
+            mesh=mesh,
+            in_specs=every,
+            out_specs=every,
+            check_vma=check_vma,
+        )
+    )
+    assert verdicts(jnp.ones(8)).all()
+    assert not verdicts(jnp.ones(8).at[7].set(jnp.nan)).any()
 
 
 def test_tensor_parallel_shard_map_equals_one_device():
@@ -450,11 +478,13 @@ def test_on_an_explicit_mesh_a_state_may_be_sharded_otherwise_than_the_gradients
 
 def test_no_axis_at_all_is_no_axis_name():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    finite = jax.shard_map(
-        lambda grads: ols.all_finite(grads, axis_name=()),
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
+    finite = jax.jit(
+        jax.shard_map(
+            lambda grads: ols.all_finite(grads, axis_name=()),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+        )
     )
     assert finite(jnp.ones(8))
 
@@ -462,7 +492,9 @@ def test_no_axis_at_all_is_no_axis_name():
 def test_there_is_no_cond_on_a_per_device_predicate():
     # jax #40823: under shard_map its branches diverge silently.
     tx = ols.loss_scaled(adam(), RULE)
-    assert "cond" not in str(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
+    program = jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    assert "cond" not in str(program)
+    assert "select_n" in {equation.primitive.name for equation in equations_of(program)}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def local_verdict(grad):
@@ -492,18 +524,23 @@ def test_float16_gradients_of_float32_parameters_skip_in_shard_map():
     assert not update(bad, state, PARAMS)[0]["w"].any()
 
 
-def test_the_verdict_is_the_same_for_varying_and_invariant_gradients():
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [P("data"), P()])
+def test_the_verdict_is_the_same_for_varying_and_invariant_gradients(spec, check_vma):
     # A psum of an invariant flag would count it eight times.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    for spec in (P("data"), P()):
-        finite = jax.shard_map(
+    finite = jax.jit(
+        jax.shard_map(
             lambda grads: ols.all_finite(grads, axis_name="data"),
             mesh=mesh,
             in_specs=spec,
             out_specs=P(),
+            check_vma=check_vma,
         )
-        assert finite(jnp.ones(8))
-        assert not finite(jnp.ones(8).at[3].set(jnp.inf))
+    )
+    assert finite(jnp.ones(8))
+    assert not finite(jnp.ones(8).at[3].set(jnp.inf))
+    assert not finite(jnp.ones(8).at[3].set(jnp.nan))
 
 
 def test_a_state_that_is_alike_everywhere_may_be_skipped_on_some_devices():
@@ -527,17 +564,20 @@ def test_a_state_that_is_alike_everywhere_may_be_skipped_on_some_devices():
     assert averages.tolist() == [0.5] * 5 + [0.0] + [0.5] * 2
 
 
-def test_gradients_are_never_reduced_for_the_user():
+@pytest.mark.parametrize(("inner", "sign"), [(None, 1), (optax.sgd(1.0), -1)])
+def test_gradients_are_never_reduced_for_the_user(inner, sign):
     # flax's DynamicScale(axis_name=...) gives N times the gradient under check_vma.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx = ols.loss_scaled(None, RULE, axis_name="data")
-    local = jax.shard_map(
-        lambda grads: tx.update(grads, tx.init(grads))[0],
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
+    tx = ols.loss_scaled(inner, RULE, axis_name="data")
+    local = jax.jit(
+        jax.shard_map(
+            lambda grads: tx.update(grads, tx.init(grads))[0],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
     )
-    assert_same_bits(local(jnp.arange(8.0) * SCALE), jnp.arange(8.0))
+    assert_same_bits(local(jnp.arange(24.0) * SCALE), sign * jnp.arange(24.0))
 
 
 def test_a_float16_reduction_that_overflows_is_caught_and_float32_avoids_it():
@@ -550,12 +590,16 @@ def test_a_float16_reduction_that_overflows_is_caught_and_float32_avoids_it():
         grads = jax.lax.pmean(grads.astype(dtype), "data")
         return tx.update(grads, tx.init(grads))
 
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     for dtype, finite in ((jnp.float16, False), (jnp.float32, True)):
-        updates, state = jax.pmap(
-            functools.partial(step, dtype=dtype), axis_name="data"
-        )(grads)
+        of_dtype = functools.partial(step, dtype=dtype)
+        updates, state = jax.pmap(of_dtype, axis_name="data")(grads)
         assert state.loss_scale_state.last_finite.tolist() == [finite] * 8
         expected = 60000.0 / SCALE if finite else 0.0
+        np.testing.assert_allclose(updates, expected, rtol=1e-3)
+        mapped = jax.shard_map(of_dtype, mesh=mesh, in_specs=P("data"), out_specs=P())
+        updates, state = jax.jit(mapped)(grads)
+        assert state.loss_scale_state.last_finite == finite
         np.testing.assert_allclose(updates, expected, rtol=1e-3)
 
 
@@ -577,11 +621,13 @@ def test_under_shard_map_s_check_a_float16_sum_is_avoided_by_pcast():
         return tx.update(grads, tx.init(grads))[0]
 
     for cast, expected in ((lambda weight: weight, 0.0), (to_varying, 20000.0)):
-        over = jax.shard_map(
-            functools.partial(step, cast=cast),
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
+        over = jax.jit(
+            jax.shard_map(
+                functools.partial(step, cast=cast),
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+            )
         )
         assert over(jnp.float16(1.0), jnp.full(8, 20000.0, jnp.float16)) == expected
 
@@ -610,13 +656,14 @@ def test_pmap_without_an_axis_name_lets_devices_drift_apart():
     assert state.loss_scale_state.loss_scale.tolist() == expected
 
 
-def test_out_shardings_of_init_avoid_a_second_compilation():
+@pytest.mark.parametrize("spec", [P("data"), P()])
+def test_out_shardings_of_init_avoid_a_second_compilation(spec):
     mesh, params = sharded(ONE_AXIS, (AxisType.Auto,), shape=(8,))
     tx = ols.loss_scaled(adam(), RULE)
 
     def shardings(leaf):
         return jax.tree.map(
-            lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), leaf
+            lambda x: NamedSharding(mesh, spec if x.ndim else P()), leaf
         )
 
     params = jax.device_put(params, shardings(params))

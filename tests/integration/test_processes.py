@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.compat import IS_JAX_0_7
 
+pytestmark = pytest.mark.slow
 SCRIPT = pathlib.Path(__file__).parents[2] / "notebooks" / "many_processes.py"
 
 

@@ -15,9 +15,8 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64, set_mesh
+from helpers.compat import enable_x64
 from helpers.inner import adam, lenient
-from helpers.programs import equations_of
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -61,12 +60,7 @@ def multi_steps(inner, count):
 # JAX.
 
 
-def test_jax_01_no_cond_whose_branches_diverge_between_devices():
-    tx = ols.loss_scaled(adam(), RULE)
-    program = jax.make_jaxpr(tx.update)(SCALED, tx.init(PARAMS), PARAMS)
-    names = {equation.primitive.name for equation in equations_of(program)}
-    assert "cond" not in names
-    assert "select_n" in names
+# 1, a cond whose branches diverge between devices: `tests/integration/test_devices.py`.
 
 
 @pytest.mark.parametrize("grads_dtype", [jnp.float16, jnp.float32])
@@ -83,65 +77,9 @@ def test_jax_02_gradients_and_parameters_of_different_dtypes(grads_dtype, params
     assert state.loss_scale_state.total_notfinite == 1
 
 
-def test_jax_03_gradients_are_never_averaged_for_the_user():
-    tx = ols.loss_scaled(SGD, RULE, axis_name="data")
-    state = tx.init(PARAMS)
-    step = mapped(
-        lambda grads: tx.update(grads, state)[0], mesh_of(), P("data"), P("data")
-    )
-    grads = {"w": jnp.arange(12.0) * SCALE}
-    np.testing.assert_array_equal(step(grads)["w"], -jnp.arange(12.0))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_jax_04_the_verdict_of_replicated_gradients_is_the_verdict(check_vma):
-    finite = mapped(
-        lambda grads: ols.all_finite(grads, axis_name="data"),
-        mesh_of(),
-        P(),
-        P(),
-        check_vma,
-    )
-    assert finite(GRADS)
-    assert not finite(BAD)
-
-
-def test_jax_05_a_sum_over_devices_in_float16_overflows_and_in_float32_does_not():
-    def finite(dtype):
-        def check(x):
-            mean = jax.lax.pmean(optax.tree.cast(x, dtype), "data")
-            return ols.all_finite(mean, axis_name="data")
-
-        check = mapped(check, mesh_of(), P("data"), P())
-        return bool(check(jnp.full(4, 60_000.0, jnp.float16)))
-
-    assert not finite(jnp.float16)
-    assert finite(jnp.float32)
-
-
-def test_jax_06_a_nan_on_one_of_several_axes_reaches_every_device():
-    mesh = mesh_of(shape=(2, 2), names=("data", "model"))
-    spec = P(("data", "model"))
-
-    def check(x):
-        return jnp.reshape(ols.all_finite(x, axis_name=("data", "model")), 1)
-
-    finite = mapped(check, mesh, spec, spec)
-    assert finite(jnp.ones(4)).all()
-    assert not finite(jnp.ones(4).at[3].set(jnp.nan)).any()
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_jax_07_and_08_sharded_gradients_on_automatic_and_explicit_meshes(axis_type):
-    with set_mesh(mesh := mesh_of(axis_type)):
-        sharded = jax.NamedSharding(mesh, P("data"))
-        params = jax.device_put({"w": jnp.ones(8)}, sharded)
-        tx = ols.loss_scaled(adam(), RULE)
-        state = tx.init(params)
-        bad = jax.device_put({"w": jnp.ones(8).at[5].set(jnp.inf)}, sharded)
-        updates, after = jax.jit(tx.update)(bad, state, params)
-        assert_same_bits(optax.apply_updates(params, updates), params)
-        assert after.loss_scale_state.total_notfinite == 1
+# 3, gradients averaged for the user; 4, the verdict of replicated gradients; 5, a sum
+# over devices in float16; 6, a NaN on one of several axes; 7 and 8, sharded gradients
+# on automatic and explicit meshes: `tests/integration/test_devices.py`.
 
 
 def test_jax_09_a_nan_in_a_micro_batch_does_not_poison_multi_steps():
@@ -156,11 +94,13 @@ def test_jax_09_a_nan_in_a_micro_batch_does_not_poison_multi_steps():
 
 @pytest.mark.parametrize("clip", [optax.clip(1.0), optax.clip_by_global_norm(1.0)])
 def test_jax_10_clipping_does_not_hide_an_infinity(clip):
-    tx = ols.loss_scaled(lenient(optax.chain(clip, optax.sgd(1.0))), RULE)
+    tx = ols.loss_scaled(lenient(optax.chain(clip, optax.sgd(1.0))))
     bad = {"w": jnp.asarray([jnp.inf, 1.0, 1.0])}
     updates, state = tx.update(bad, tx.init(PARAMS), PARAMS)
+    assert not updates["w"].any()
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
     assert state.loss_scale_state.total_notfinite == 1
+    assert ols.get_loss_scale(state) == 2.0**14
 
 
 def test_jax_11_counts_and_schedules_stand_still_on_a_skip():
@@ -190,15 +130,8 @@ def test_jax_12_however_many_skips_in_a_row_no_nan_is_accepted():
         ols.raise_if_stalled(state)
 
 
-def test_jax_13_a_small_gradient_survives_unscaling():
-    state = ols.static_loss_scale(2.0**15).init()
-    assert ols.unscale(jnp.float16(2.0**-12), state) == 2.0**-27
-
-
-def test_jax_14_a_float16_loss_times_the_scale_is_finite():
-    for scale in (2.0**15, 2.0**16, 2.0**24):
-        state = ols.static_loss_scale(scale).init()
-        assert ols.scale(jnp.float16(3.0), state) == 3 * scale
+# 13, a small gradient that unscaling flushes to zero; 14, a float16 loss that scaling
+# makes infinite: `tests/scaling/test_scaling.py`.
 
 
 def test_jax_15_no_weak_type_costs_a_second_compilation():
@@ -211,15 +144,8 @@ def test_jax_15_no_weak_type_costs_a_second_compilation():
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
 
 
-def test_jax_16_an_init_with_shardings_compiles_the_step_once():
-    replicated = jax.NamedSharding(mesh_of(), P())
-    params = jax.device_put(PARAMS, replicated)
-    tx = ols.loss_scaled(adam(), RULE)
-    state = jax.jit(tx.init, out_shardings=replicated)(params)
-    update = jax.jit(tx.update)
-    for _ in range(3):
-        _, state = update(jax.device_put(SCALED, replicated), state, params)
-    assert update._cache_size() == 1
+# 16, a second compilation for the shardings of `init`:
+# `tests/integration/test_devices.py`.
 
 
 def test_jax_17_with_x64_on_every_counter_keeps_its_dtype():
@@ -270,11 +196,7 @@ def test_jax_21_leaves_that_are_no_floats_count_as_finite():
     assert jax.tree.structure(ols.unscale(tree, state)) == jax.tree.structure(tree)
 
 
-def test_jax_22_the_inner_optimizer_never_sees_a_nan():
-    tx = ols.loss_scaled(adam(), RULE)
-    with jax.debug_nans(True):
-        updates, _ = jax.jit(tx.update)(BAD, tx.init(PARAMS), PARAMS)
-    assert not np.any(updates["w"])
+# 22, an inner optimizer that sees a NaN: `tests/scaling/test_transform.py`.
 
 
 def test_jax_23_differentiating_through_a_bad_step_gives_no_nan():
@@ -338,30 +260,15 @@ def test_jax_30_init_works_on_shapes_alone():
     assert jax.tree.structure(abstract) == jax.tree.structure(tx.init(PARAMS))
 
 
-def test_jax_31_under_pmap_the_axis_keeps_every_scale_alike():
-    # Without `axis_name` they drift apart: nothing in a pmapped function can tell.
-    tx = ols.loss_scaled(SGD, RULE, axis_name="data")
-    grads = {"w": jnp.ones((4, 3)).at[2, 0].set(jnp.nan)}
-    state = tx.init(PARAMS)
-    step = jax.pmap(
-        lambda grads: tx.update(grads, state)[1].loss_scale_state.loss_scale,
-        axis_name="data",
-        devices=jax.devices()[:4],
-    )
-    assert step(grads).tolist() == [SCALE / 2] * 4
+# 31, scales that drift apart under pmap: `tests/integration/test_devices.py`.
+# Without `axis_name` they do: nothing in a pmapped function can tell.
 
 
 # 32, settings in the state, each value of which compiles anew: they are closed over,
 # and the state is arrays (`tests/scaling/test_laws.py`).
 
 
-def test_jax_33_members_of_an_ensemble_skip_alone():
-    tx = ols.loss_scaled(SGD, RULE)
-    stack = jax.tree.map(lambda *x: jnp.stack(x), SCALED, BAD)
-    states = jax.vmap(lambda _: tx.init(PARAMS))(jnp.arange(2))
-    updates, states = jax.vmap(tx.update)(stack, states)
-    np.testing.assert_array_equal(updates["w"], [-GRADS["w"], 0 * GRADS["w"]])
-    assert states.loss_scale_state.total_notfinite.tolist() == [0, 1]
+# 33, an ensemble that skips together: `tests/integration/test_devices.py`.
 
 
 @pytest.mark.parametrize(("scale", "is_finite"), [(2.0**15, True), (2.0**16, False)])
@@ -382,29 +289,15 @@ def test_jax_34_a_float16_scalar_loss_limits_the_scale(scale, is_finite):
 # Others.
 
 
-def test_other_01_a_float16_loss_is_scaled_in_float32():
-    # And 1b: the scale is never cast to float16, where 65536 is infinite.
-    state = ols.static_loss_scale(2.0**24).init()
-    scaled = ols.scale(jnp.ones(1, jnp.float16), state)
-    assert (scaled.dtype, scaled.tolist()) == (jnp.float32, [2.0**24])
+# 1, a float16 loss that is scaled in float16, and 1b, a scale that is cast to float16,
+# where 65536 is infinite: `tests/scaling/test_scaling.py`.
 
 
-def test_other_02_what_overflows_on_unscaling_is_seen():
-    rule = ols.dynamic_loss_scale(2.0**-10)
-    tx = ols.loss_scaled(SGD, rule)
-    updates, state = tx.update({"w": jnp.full(3, 1e36)}, tx.init(PARAMS), PARAMS)
-    assert state.loss_scale_state.total_notfinite == 1
-    assert not np.any(updates["w"])
+# 2, gradients that overflow on unscaling; 4, an inner state that a skip changes:
+# `tests/scaling/test_transform.py`.
 
 
 # 3, gradients poisoned between the check and the step: both are one call here.
-
-
-def test_other_04_a_skip_leaves_every_bit_of_the_inner_state():
-    tx = ols.loss_scaled(adam(), RULE)
-    _, state = tx.update(SCALED, tx.init(PARAMS), PARAMS)
-    _, after = tx.update(BAD, state, PARAMS)
-    assert_same_bits(after.inner_state, state.inner_state)
 
 
 # 5, several optimizers; 20, a scale for each loss: `test_migration_examples.py`.
@@ -427,18 +320,11 @@ def test_other_07_a_growth_that_the_cap_refuses_starts_the_count_anew():
     assert (state.loss_scale, state.rule_state.growth_count) == (SCALE, 0)
 
 
-def test_other_08_a_restored_count_beyond_a_lowered_interval_grows():
-    state = ols.dynamic_loss_scale(SCALE, growth_interval=100).init()
-    for _ in range(50):
-        state = ols.dynamic_loss_scale(SCALE, growth_interval=100).adjust(state, True)
-    state = ols.dynamic_loss_scale(SCALE, growth_interval=10).adjust(state, True)
-    assert state.loss_scale == 2 * SCALE
+# 8, a restored count beyond a lowered interval: `tests/scaling/test_rules.py`.
 
 
-def test_other_09_setting_the_scale_keeps_the_count_and_takes_an_int():
-    state = RULE.adjust(RULE.init(), True)
-    state = ols.set_loss_scale(state, 8)
-    assert (state.loss_scale, state.rule_state.growth_count) == (8, 1)
+# 9, a scale that is set resets the count; 11, zero or infinity as a scale:
+# `tests/scaling/test_state.py`.
 
 
 def test_other_10_a_disabled_scaler_changes_nothing_and_has_no_state_to_lose():
@@ -450,18 +336,7 @@ def test_other_10_a_disabled_scaler_changes_nothing_and_has_no_state_to_lose():
         ols.presets.to_torch_state_dict(state)
 
 
-def test_other_11_neither_zero_nor_infinity_is_ever_a_scale():
-    tree = {"state": RULE.init()}
-    for value in (0.0, -1.0, jnp.inf, jnp.nan, 2.0**127):
-        with pytest.raises(ValueError, match="positive, finite"):
-            ols.set_loss_scale(tree, value)
-
-
-def test_other_12_hysteresis_spares_the_scale_a_bad_batch():
-    rule = ols.dynamic_loss_scale(SCALE, hysteresis=2)
-    state = rule.adjust(rule.init(), False)
-    assert state.loss_scale == SCALE
-    assert rule.adjust(state, False).loss_scale == SCALE / 2
+# 12, hysteresis, which spares the scale a bad batch: `tests/scaling/test_rules.py`.
 
 
 def test_other_13_no_gradients_at_all_are_finite():

@@ -102,6 +102,7 @@ def test_float64_is_split_as_float64():
         assert (histogram.zero_count, histogram.nonfinite_count) == (zeros, nonfinite)
 
 
+@pytest.mark.slow
 def test_counts_are_exact_above_two_to_the_24():
     # A sum of ones in float32 ends there.
     size = 2**24 + 3

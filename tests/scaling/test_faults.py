@@ -1,5 +1,7 @@
 """Fault injection, in short; `python tests/tools/faults.py` does a million steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,15 +31,22 @@ def with_scale(opt_state, value):
     return opt_state._replace(loss_scale_state=state)
 
 
+@functools.cache
+def optimizer(rule):
+    """A loss-scaled optimizer, and its update, compiled once for all values."""
+    tx = ols.loss_scaled(adam(), RULES[rule])
+    return tx, jax.jit(tx.update)
+
+
 @pytest.mark.parametrize("value", DAMAGED)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_damaged_scale_is_never_used_and_is_mended_at_once(rule, value):
-    tx = ols.loss_scaled(adam(), RULES[rule])
+    tx, update = optimizer(rule)
     params = {"w": jnp.ones(3)}
     _, sound = tx.update(params, tx.init(params), params)
     damaged = with_scale(sound, value)
     for grads in (params, {"w": jnp.zeros(3)}, {"w": jnp.full(3, jnp.nan)}):
-        updates, state = jax.jit(tx.update)(grads, damaged, params)
+        updates, state = update(grads, damaged, params)
         assert_same_bits(optax.apply_updates(params, updates), params)
         assert_same_bits(state.inner_state, sound.inner_state)
         # As if a step at the rule's first scale had overflowed.

@@ -21,21 +21,6 @@ PARAMS = {"loss_scale": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))
 
 
-def test_state_has_the_documented_fields_and_dtypes():
-    state = ols.dynamic_loss_scale(2.0**10).init()
-    fields = ols.LossScaleState._fields
-    assert fields == (
-        "loss_scale",
-        "last_finite",
-        "notfinite_count",
-        "total_notfinite",
-        "step_count",
-        "rule_state",
-    )
-    dtypes = [leaf.dtype for leaf in state[:5]]
-    assert dtypes == [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
-
-
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     ("rule", "dtypes"),
@@ -140,6 +125,9 @@ def test_set_changes_the_scale_alone():
     assert ols.get_loss_scale(changed) == 4.0
     assert types(changed) == types(opt_state)
     assert_same_bits(ols.set_loss_scale(changed, 2.0**10), opt_state)
+    rule = ols.dynamic_loss_scale(2.0**10)
+    state = ols.set_loss_scale(rule.adjust(rule.init(), True), 8)
+    assert (state.loss_scale, state.rule_state.growth_count) == (8, 1)
 
 
 def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
@@ -169,8 +157,11 @@ def test_set_gives_every_member_of_a_stacked_state_the_scale():
 @pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf, 2.0**127, 1e-45])
 def test_set_refuses_an_unusable_value(value):
     state = ols.dynamic_loss_scale().init()
-    with pytest.raises(ValueError, match=r"`value` must be positive, finite, and from"):
-        ols.set_loss_scale(state, value)
+    for tree in (state, {"state": state}):
+        with pytest.raises(
+            ValueError, match=r"`value` must be positive, finite, and from"
+        ):
+            ols.set_loss_scale(tree, value)
 
 
 @pytest.mark.parametrize("value", [True, "8", None, 1j])

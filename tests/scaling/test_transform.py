@@ -58,13 +58,19 @@ def test_a_bad_step_moves_the_loss_scale_state_alone(value, check_updates):
     assert not after.loss_scale_state.last_finite
 
 
-def test_gradients_that_overflow_on_unscaling_are_caught():
+@pytest.mark.parametrize(
+    ("inner", "scale", "value"),
+    [(adam(), 2.0**-20, 2.0**120), (optax.sgd(1.0), 2.0**-10, 1e36)],
+)
+def test_gradients_that_overflow_on_unscaling_are_caught(inner, scale, value):
     # With a scale below 1 the scaled gradients are finite, the true ones are not.
-    tx = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**-20))
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0**120), PARAMS)
+    tx = ols.loss_scaled(inner, ols.dynamic_loss_scale(scale))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, value), PARAMS)
     updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
     assert not state.loss_scale_state.last_finite
+    assert state.loss_scale_state.total_notfinite == 1
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert not np.any(updates["w"])
 
 
 def test_the_old_scale_unscales_on_a_step_that_grows():
@@ -502,12 +508,16 @@ def test_differentiating_through_a_bad_step_gives_no_nan():
     assert jax.grad(after_step)(2.0, jnp.inf) == 0.0
 
 
-def test_debug_nans_accepts_a_jitted_bad_step():
-    tx = ols.loss_scaled(lenient(optax.contrib.muon(0.1)), RULE)
+@pytest.mark.parametrize(
+    ("inner", "value"), [(optax.adam(0.1), jnp.nan), (optax.contrib.muon(0.1), jnp.inf)]
+)
+def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
+    tx = ols.loss_scaled(lenient(inner), RULE)
     state = tx.init(PARAMS)
     with jax.debug_nans(True):
-        updates, _ = jax.jit(tx.update)(poisoned(scaled(GRADS), jnp.inf), state, PARAMS)
+        updates, _ = jax.jit(tx.update)(poisoned(scaled(GRADS), value), state, PARAMS)
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert not np.any(updates["w"])
 
 
 def test_it_works_with_x64_on():
