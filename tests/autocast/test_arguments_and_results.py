@@ -1,4 +1,4 @@
-"""Arguments, results, other dtypes, kernels and references pass through autocast."""
+"""Arguments and results of autocast, other dtypes, kernels and references."""
 
 import chex
 import jax
@@ -28,7 +28,7 @@ def test_other_dtypes_pass_through():
 
 
 @pytest.mark.parametrize("name", ["max", "min", "set", "add", "multiply", "apply"])
-def test_scatters_of_every_kind_run(name):
+def test_every_kind_of_scatter_runs(name):
     def fun(w, x):
         at = (x @ w).at[jnp.array([0, 2])]
         return at.apply(jnp.sin) if name == "apply" else getattr(at, name)(x[:2])
@@ -57,7 +57,7 @@ def test_float64_passes_through():
         assert_autocast(dot_loss, W, X)
 
 
-def test_results_keep_their_dtypes_and_may_be_anything():
+def test_results_keep_their_dtypes_and_can_be_of_any_type():
     def fun(w, x, name):
         half = (x @ w).astype(jnp.float16)
         return {"y": x @ w, "half": half, "name": name, "none": None, "n": 3, "w": w}
@@ -71,7 +71,7 @@ def test_results_keep_their_dtypes_and_may_be_anything():
     assert ols.autocast(lambda: ())() == ()
 
 
-def test_arguments_that_are_no_arrays_are_static():
+def test_arguments_that_are_not_arrays_are_static():
     def fun(w, x, *, power, act):
         return jnp.sum(act(x @ w) ** power)
 
@@ -79,7 +79,7 @@ def test_arguments_that_are_no_arrays_are_static():
     assert_close(cast, fun(W, X, power=2, act=jnp.tanh))
 
 
-def test_a_change_in_place_is_refused_not_lost():
+def test_an_argument_that_is_changed_in_place_raises_an_error():
     def fun(params, x):
         params["w"] = params["w"] + 1
         return x @ params["w"]
@@ -105,7 +105,7 @@ def test_kernels_callbacks_and_references_run_as_written(capsys):
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="it has no jax.new_ref")
-def test_references_are_written_in_their_own_dtype():
+def test_mutable_references_keep_their_dtype():
     def fun(w, x):
         ref = jax.new_ref(jnp.zeros((3, 4)))
         ref[...] = x @ w

@@ -19,7 +19,7 @@ def test_a_while_loop_runs_and_keeps_its_dtypes():
     assert_autocast(fun, W, X, grad=False)
 
 
-def test_remat_keeps_its_policy():
+def test_rematerialization_keeps_its_policy():
     policy = jax.checkpoint_policies.dots_saveable
 
     def fun(w, x):
@@ -31,7 +31,7 @@ def test_remat_keeps_its_policy():
     assert_autocast(fun, W, X)
 
 
-def test_what_a_remat_loop_does_once_is_entered():
+def test_products_that_a_rematerialized_loop_computes_once_are_in_float16():
     def loss(w, x):
         def run(w):
             step = lambda h, _: (jnp.tanh(h @ w), jnp.sin(w @ w).sum())  # noqa: E731
@@ -47,7 +47,7 @@ def test_what_a_remat_loop_does_once_is_entered():
     assert_close(ols.autocast(fun)(W, X), fun(W, X), rtol=2e-2)
 
 
-def test_inputs_of_products_are_cast_before_a_loop_and_weights_in_it():
+def test_loop_inputs_are_cast_before_the_loop_and_weights_inside():
     program = jax.make_jaxpr(ols.autocast(with_scan))(W, X)
     (scan,) = [e for e in equations_of(program) if e.primitive.name == "scan"]
     halves = [v for v in scan.invars if v.aval.dtype == jnp.float16]

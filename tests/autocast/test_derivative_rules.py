@@ -1,4 +1,4 @@
-"""Functions with derivative rules of their own, and derivatives that stay stable."""
+"""Functions with custom derivatives, and derivatives that must stay stable."""
 
 import equinox as eqx
 import jax
@@ -42,7 +42,7 @@ def test_the_gradient_of_relu_at_zero_is_zero():
         jnp.linalg.norm,
     ],
 )
-def test_stable_functions_stay_stable(function):
+def test_numerically_stable_functions_stay_stable(function):
     def fun(w, x):
         y = x @ w
         return jnp.mean(function(y) * y)
@@ -52,7 +52,7 @@ def test_stable_functions_stay_stable(function):
     assert_close(jax.grad(ols.autocast(fun))(W, x), jax.grad(fun)(W, x), 2e-2)
 
 
-def test_a_rule_that_reads_its_own_result_reads_the_rounded_one():
+def test_a_derivative_rule_that_reads_its_result_reads_the_rounded_result():
     @jax.custom_jvp
     def own_exp(x):
         return jnp.exp(x)
@@ -71,7 +71,7 @@ def test_a_rule_that_reads_its_own_result_reads_the_rounded_one():
     assert jnp.float16 in kept
 
 
-def test_rules_that_close_over_arrays_and_ask_what_is_differentiated():
+def test_derivative_rules_can_close_over_arrays_and_use_symbolic_zeros():
     scale = jnp.arange(1.0, 5.0)
     asked = []
 
@@ -106,7 +106,7 @@ def test_rules_that_close_over_arrays_and_ask_what_is_differentiated():
     assert_close(grads, jax.grad(of_filtered)(W))
 
 
-def test_it_leaks_no_tracer():
+def test_no_tracer_is_leaked():
     def fun(w, x):
         return jnp.mean(jax.nn.relu(own_layer(w, x)))
 
@@ -115,7 +115,7 @@ def test_it_leaks_no_tracer():
     assert_close(grads, jax.grad(fun)(W, X))
 
 
-def test_functions_with_rules_and_integer_results_run_as_written():
+def test_functions_with_derivative_rules_and_integer_results_run_as_written():
     @jax.custom_vjp
     def route(x):
         return jax.lax.top_k(x, 1)
@@ -145,7 +145,7 @@ def test_the_derivative_of_a_quotient_neither_overflows_nor_vanishes(divide, siz
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-def test_a_layer_with_a_rule_is_used_twice_with_other_things_differentiated(wrap):
+def test_a_layer_with_a_rule_can_be_differentiated_by_different_arguments(wrap):
     data = jax.random.normal(jax.random.key(1), (8, 4))
     layer = wrap(ols.autocast(lambda x, w: own_layer(w, x)))
 

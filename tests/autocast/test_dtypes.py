@@ -1,4 +1,6 @@
-"""Which operation computes in which dtype, by the lists and the operands."""
+"""The dtype of each operation, which depends on its list and its operands."""
+
+import itertools
 
 import chex
 import jax
@@ -12,7 +14,7 @@ from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_lo
 import optax_lossscale as ols
 
 
-def test_the_lists_say_what_computes_in_what(capsys):
+def test_each_operation_computes_in_the_dtype_of_its_list(capsys):
     def fun(w, x):
         return jnp.sum(jnp.exp(jnp.tanh(x @ w) * 2.0))
 
@@ -33,7 +35,7 @@ def test_a_bias_takes_the_dtype_of_its_product(capsys):
     assert (found["tanh"], found["reduce_max"]) == ("float16", "float32")
 
 
-def test_what_is_no_bias_widens():
+def test_a_sum_with_a_full_array_widens_and_with_a_bias_does_not():
     def of_product(other):
         def fun(w, x):
             return jnp.tanh(x @ w + jnp.expand_dims(other, range(2 - jnp.ndim(other))))
@@ -51,7 +53,7 @@ def test_what_is_no_bias_widens():
     ("number", "dtype"),
     [(2.0, "float16"), (1e-9, "float32"), (1e6, "float32"), (-np.inf, "float16")],
 )
-def test_a_number_widens_only_if_the_dtype_cannot_hold_it(number, dtype):
+def test_a_number_widens_a_product_only_if_float16_cannot_hold_it(number, dtype):
     def fun(w, x):
         return jnp.maximum(x @ w, number)
 
@@ -59,7 +61,7 @@ def test_a_number_widens_only_if_the_dtype_cannot_hold_it(number, dtype):
     assert found[0] == dtype
 
 
-def test_a_mask_of_minus_1e9_leaves_a_row_without_entries_uniform():
+def test_a_mask_of_minus_1e9_leaves_a_fully_masked_row_uniform():
     def fun(w, x):
         return jax.nn.softmax(jnp.where(jnp.zeros((3, 4), bool), x @ w, -1e9))
 
@@ -70,7 +72,7 @@ def test_squares_and_reciprocals_are_in_float32():
     big = jnp.full((1, 4), 300.0)
 
     def fun(w, x):
-        product = x @ w  # 1200, whose square is no float16.
+        product = x @ w  # 1200, whose square exceeds float16.
         return jnp.sum(product**2), jnp.max(1e-3 / (product * 1e-7))
 
     squares, reciprocal = ols.autocast(fun)(jnp.ones((4, 4)), big)
@@ -89,7 +91,7 @@ def test_low_and_high_add_to_the_lists(capsys):
     assert_close(ols.autocast(fun, **lists)(W, X), fun(W, X))
 
 
-def test_what_the_backend_cannot_do_in_float16_stays_in_float32(capsys):
+def test_operations_that_the_backend_lacks_in_float16_stay_in_float32(capsys):
     matrix = 9 * jnp.eye(4) + X.T @ X
 
     def fun(a):
@@ -103,7 +105,7 @@ def test_what_the_backend_cannot_do_in_float16_stays_in_float32(capsys):
     assert "no float16 on cpu" in line
 
 
-def test_full_precision_is_left_alone():
+def test_full_precision_functions_run_as_written():
     def fun(w, x):
         return ols.full_precision(jax.jit(jnp.matmul))(x, w) + x @ w
 
@@ -113,7 +115,7 @@ def test_full_precision_is_left_alone():
     assert backward.count(("float32", "float32")) == 2
 
 
-def test_an_explicit_algorithm_or_precision_does_not_stop_it():
+def test_products_with_an_explicit_algorithm_or_precision_are_cast():
     for precision in ("highest", jax.lax.DotAlgorithmPreset.F32_F32_F32):
 
         def fun(w, x, precision=precision):
@@ -132,7 +134,7 @@ def test_a_product_of_half_precision_operands_is_left_as_it_is():
     np.testing.assert_array_equal(cast(W, X), fun(W, X))
 
 
-def test_a_sum_is_added_up_in_float32_at_every_level():
+def test_sums_accumulate_in_float32_at_every_level():
     ones = jnp.ones((1, 70_000), jnp.float32)
     for level in ("O1", "O2", "O3"):
         total = ols.autocast(lambda x: jnp.sum(x), level=level)(ones)
@@ -154,7 +156,7 @@ def test_products_with_other_dtypes_and_complex_numbers_are_left_as_they_are():
         assert jnp.isfinite(product).all()
 
 
-def test_an_outer_product_is_none():
+def test_an_outer_product_is_not_treated_as_a_product():
     def fun(positions, frequencies):
         return jnp.sin(jnp.einsum("i,j->ij", positions, frequencies))
 
@@ -162,18 +164,20 @@ def test_an_outer_product_is_none():
     chex.assert_trees_all_close(ols.autocast(fun)(*args), fun(*args), atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_random_numbers_are_those_without_it(level, dtype):
+def test_random_numbers_are_the_same_as_without_autocast():
     def fun(key):
         return jax.random.normal(key, (100, 100)), jax.random.gumbel(key, (100, 100))
 
     key = jax.random.key(0)
-    cast = ols.autocast(fun, dtype, level=level)
-    chex.assert_trees_all_close(jax.jit(cast)(key), jax.jit(fun)(key), rtol=1e-5)
+    expected = jax.jit(fun)(key)
+    for level, dtype in itertools.product(
+        ("O1", "O2", "O3"), (jnp.float16, jnp.bfloat16)
+    ):
+        cast = ols.autocast(fun, dtype, level=level)
+        chex.assert_trees_all_close(jax.jit(cast)(key), expected, rtol=1e-5)
 
 
-def test_bfloat16_works_too():
+def test_with_bfloat16_products_are_in_bfloat16():
     cast = ols.autocast(dot_loss, jnp.bfloat16)
     assert_close(cast(W, X), dot_loss(W, X), 5e-2)
     assert set(dtypes_of(jax.grad(cast), W, X)) == {("bfloat16", "bfloat16")}
@@ -182,7 +186,7 @@ def test_bfloat16_works_too():
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("low", [-1e9, float(np.finfo(np.float32).min)])
-def test_a_row_that_is_masked_altogether_is_uniform(level, dtype, low):
+def test_a_fully_masked_row_is_uniform_at_every_level(level, dtype, low):
     mask = jnp.arange(4)[:, None] < jnp.asarray([[4], [4], [4], [0]])[:, 0][None]
 
     def attend(scores):
@@ -200,7 +204,7 @@ def test_a_row_that_is_masked_altogether_is_uniform(level, dtype, low):
         assert np.isfinite(jax.grad(lambda w, f=cast: jnp.sum(f(w, X)[0]))(W)).all()
 
 
-def test_a_mask_that_is_an_argument_is_no_bias():
+def test_a_mask_that_is_an_argument_is_not_treated_as_a_bias():
     mask = jnp.where(jnp.arange(4)[:, None] < 3, 0.0, -1e9) * jnp.ones((4, 4))
 
     def fun(w, x, mask):

@@ -13,7 +13,7 @@ from helpers.under_autocast import HALF, W, X, assert_close, dot_loss
 import optax_lossscale as ols
 
 
-def test_a_module_of_nnx_keeps_what_a_call_changes():
+def test_changes_that_a_call_makes_to_an_nnx_module_are_kept():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -39,7 +39,7 @@ def test_a_module_of_nnx_keeps_what_a_call_changes():
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_other_objects_of_nnx_and_new_variables_are_kept_too():
+def test_changes_to_other_nnx_objects_and_new_variables_are_kept():
     class Sower(nnx.Module):
         def __call__(self, x):
             self.sow(nnx.Intermediate, "hidden", x)
@@ -60,7 +60,7 @@ def test_other_objects_of_nnx_and_new_variables_are_kept_too():
         assert_close(metrics.compute()["loss"], jnp.sum(X))
 
 
-def test_the_functional_interface_of_nnx_returns_what_is_new():
+def test_the_functional_interface_of_nnx_returns_the_new_state():
     graph, state = nnx.split(nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
 
     def fun(state, x):
@@ -73,7 +73,7 @@ def test_the_functional_interface_of_nnx_returns_what_is_new():
     assert_close(jax.tree.leaves(new), jax.tree.leaves(expected))
 
 
-def test_a_module_of_equinox_is_differentiated_as_without():
+def test_an_equinox_module_can_be_differentiated():
     model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
 
     def loss_fn(model, x):
@@ -89,7 +89,7 @@ def test_a_module_of_equinox_is_differentiated_as_without():
     assert found == [HALF] * 3
 
 
-def test_a_train_step_with_it_skips_what_overflows():
+def test_a_train_step_skips_the_steps_that_overflow():
     tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(2.0**24))
     params = {"w": W}
     opt_state = tx.init(params)

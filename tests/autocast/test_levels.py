@@ -18,7 +18,7 @@ def test_level_o0_is_the_function_itself():
     assert dtypes_of(ols.autocast(dot_loss, level="O0"), W, X) != [HALF]
 
 
-def test_levels_o2_and_o3_compute_all_but_sums_in_float16(capsys):
+def test_levels_o2_and_o3_compute_everything_but_sums_in_float16(capsys):
     def fun(w, x):
         return jnp.sum(jnp.exp(x @ w) + x, axis=0) / 3
 
@@ -81,7 +81,7 @@ def test_level_o2_leaves_normalization_layers_in_float32(kind):
     assert_close(ols.autocast(fun, level="O2")(layer, W, X), fun(layer, W, X))
 
 
-def test_level_o2_does_not_leave_products_in_float32_for_a_name():
+def test_level_o2_casts_products_even_under_the_name_of_a_normalization_layer():
     class PreNorm(nn.Module):
         fun: nn.Module
 

@@ -1,4 +1,4 @@
-"""`autocast_report` shows what runs."""
+"""`autocast_report` shows the dtype of each operation that runs."""
 
 import functools
 
@@ -14,7 +14,7 @@ from helpers.under_autocast import (
 import optax_lossscale as ols
 
 
-def test_the_report_takes_abstract_arguments_and_jitted_functions(capsys):
+def test_the_report_accepts_abstract_arguments_and_jitted_functions(capsys):
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
     ols.autocast_report(jax.jit(ols.autocast(dot_loss, jnp.bfloat16)), *args)
     assert "bfloat16  low list" in capsys.readouterr().out
@@ -31,7 +31,7 @@ def test_the_report_takes_abstract_arguments_and_jitted_functions(capsys):
     assert line.split()[:3] == ["2", "add", "float32"]
 
 
-def test_the_report_is_of_what_runs(capsys):
+def test_the_report_shows_the_program_that_runs(capsys):
     def report(fun, *args):
         ols.autocast_report(fun, *args)
         rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

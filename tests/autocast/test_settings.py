@@ -1,4 +1,4 @@
-"""The settings of autocast, and those that it refuses."""
+"""Arguments that autocast refuses."""
 
 import jax.numpy as jnp
 import pytest
@@ -30,11 +30,11 @@ import optax_lossscale as ols
         ({"low": ["exp"], "high": ["exp"]}, ValueError, "must not share names"),
     ],
 )
-def test_bad_settings_are_refused_at_once(settings, error, text):
+def test_bad_settings_are_refused_before_the_first_call(settings, error, text):
     with pytest.raises(error, match=text):
         ols.autocast(dot_loss, **settings)
 
 
-def test_what_is_no_function_is_refused():
+def test_an_argument_that_is_not_a_function_is_refused():
     with pytest.raises(TypeError, match="`fun` must be a function"):
         ols.autocast(X)

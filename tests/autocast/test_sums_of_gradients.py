@@ -11,7 +11,7 @@ import optax_lossscale as ols
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_the_gradient_of_a_weight_is_summed_over_a_loop_in_float32(dtype):
+def test_the_gradient_of_a_weight_in_a_loop_is_summed_in_float32(dtype):
     w = 0.2 * jax.random.normal(jax.random.key(0), (16, 16))
     xs = jax.random.normal(jax.random.key(1), (4096, 2, 16))
 
@@ -21,17 +21,22 @@ def test_the_gradient_of_a_weight_is_summed_over_a_loop_in_float32(dtype):
 
         return jnp.mean(jax.lax.scan(body, jnp.zeros((2, 16)), xs)[1] ** 2)
 
-    # Summed in bfloat16 it is off by a quarter.
+    # A sum in bfloat16 would be off by a quarter.
     scale, limit = (2.0**14, 5e-3) if dtype == jnp.float16 else (1.0, 3e-2)
     assert relative_error(fun, w, xs, dtype=dtype, scale=scale) < limit
 
 
-def test_the_gradient_of_a_weight_that_is_used_often_is_summed_in_float32():
+def eager(fun):
+    return fun
+
+
+@pytest.mark.parametrize("jit", [eager, pytest.param(jax.jit, marks=pytest.mark.slow)])
+def test_the_gradient_of_a_weight_that_is_used_often_is_summed_in_float32(jit):
     def fun(w, x):
         return sum(jnp.mean((x * 1.01**i) @ w) for i in range(200))
 
-    # A thousand terms of one size: in bfloat16 the sum would stop at 256 of them.
-    assert relative_error(fun, W, X, dtype=jnp.bfloat16) < 1e-2
+    # The terms have one size, and a bfloat16 sum stops growing after 256 of them.
+    assert relative_error(fun, W, X, dtype=jnp.bfloat16, jit=jit) < 1e-2
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -51,7 +56,7 @@ def test_the_gradient_of_a_gather_is_summed_in_float32(level):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_gradient_of_what_a_loop_reads_is_summed_in_float32(level, dtype):
+def test_the_gradient_of_a_value_that_a_loop_reads_is_summed_in_float32(level, dtype):
     xs = jnp.ones((4096, 4))
 
     def of_computed(w):
@@ -94,7 +99,7 @@ def test_the_gradient_of_a_slice_under_vmap_is_summed_in_float32(level):
     assert_close(grads, jax.grad(fun)(table), 2e-2)
 
 
-def test_replicated_weights_are_cast_after_they_vary_so_sums_are_in_float32():
+def test_gradients_of_replicated_weights_are_summed_over_devices_in_float32():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
     grad = jax.grad(ols.autocast(dot_loss, level="O2"))

@@ -92,7 +92,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_product_inside_is_in_float16_and_the_gradients_are_right(name):
+def test_inside_every_transformation_products_are_in_float16(name):
     assert_autocast(PROGRAMS[name], W, X)
 
 
@@ -112,7 +112,7 @@ def test_every_product_inside_is_in_float16_and_the_gradients_are_right(name):
         jax.hessian,
     ],
 )
-def test_it_works_under_every_transformation(transform):
+def test_results_under_every_transformation_are_right(transform):
     w = W[:2]
     x = X[:, :2]
     assert_close(
@@ -120,7 +120,7 @@ def test_it_works_under_every_transformation(transform):
     )
 
 
-def test_under_pmap_shard_map_and_sharded_jit():
+def test_results_under_pmap_shard_map_and_sharded_jit_are_right():
     cast = ols.autocast(dot_loss)
     x = jnp.stack([X] * 4)
     expected = dot_loss(W, X)
@@ -145,7 +145,7 @@ def test_under_pmap_shard_map_and_sharded_jit():
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="it has no jax.set_mesh")
-def test_on_an_explicit_mesh():
+def test_gradients_on_an_explicit_mesh_are_right():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("data",), explicit, devices=jax.devices()[:4])
     with set_mesh(mesh):

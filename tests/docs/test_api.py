@@ -1,4 +1,4 @@
-"""The public names, as they are promised: signatures, defaults, fields, docstrings."""
+"""The promised public names: signatures, defaults, fields, docstrings."""
 
 import inspect
 import types
@@ -8,7 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 
-# A line a name, as one would write it after `def`.
+# Each name as one would write it after `def`.
 SIGNATURES = {
     ols: """
 adopt_inner_state(inner_state, loss_scale=None)
@@ -118,7 +118,7 @@ def public_functions(module):
 
 
 @pytest.mark.parametrize(("module", "name"), EXPECTED)
-def test_the_signature_is_the_promised_one(module, name):
+def test_every_signature_is_as_promised(module, name):
     names = {"float16": jnp.float16, "float32": jnp.float32, "finfo": jnp.finfo}
     exec(f"def {EXPECTED[module, name]}: ...", names)
     assert parameters(getattr(module, name)) == parameters(names[name])
@@ -130,7 +130,7 @@ def test_no_public_function_is_missing(module):
     assert public_functions(module) == promised
 
 
-def test_all_lists_every_public_name_in_order():
+def test_the_list_of_public_names_is_complete_and_sorted():
     modules = {"diagnostics", "plotting", "presets"}
     public = {
         name
@@ -144,11 +144,11 @@ def test_all_lists_every_public_name_in_order():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_the_fields_are_the_promised_ones(name):
+def test_the_fields_of_states_are_as_promised(name):
     assert getattr(ols, name)._fields == tuple(FIELDS[name].split())
 
 
-def test_defaults_of_the_fields_are_the_promised_ones():
+def test_the_defaults_of_fields_are_as_promised():
     assert ols.LossScale._field_defaults == {"skips": True, "needs_grads_max": False}
     assert ols.LossScaleState._field_defaults == {}
     assert ols.LossScaledState._field_defaults == {}

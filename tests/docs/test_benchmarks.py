@@ -1,4 +1,4 @@
-"""The benchmarks run, and what they show holds."""
+"""The benchmarks run, and their results hold what README and the tables say."""
 
 import json
 import pathlib
@@ -13,7 +13,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="it uses jax.set_mesh")
-def test_every_way_of_running_gives_the_same_and_skips_together(tmp_path):
+def test_every_way_of_running_gives_the_same_result_and_skips_together(tmp_path):
     path = tmp_path / "ways.json"
     command = [sys.executable, BENCHMARKS / "ways_of_running.py", "--json", path]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -27,7 +27,7 @@ def test_every_way_of_running_gives_the_same_and_skips_together(tmp_path):
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not")
-def test_the_compiled_step_moves_what_the_table_says(tmp_path):
+def test_the_compiled_step_moves_the_bytes_that_the_table_shows(tmp_path):
     path = tmp_path / "cost.json"
     script = BENCHMARKS / "compiled_cost.py"
     command = [sys.executable, script, "--platforms", "cpu", "--quick", "--json", path]
@@ -66,7 +66,7 @@ def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_autocast_on_every_model_and_operation(tmp_path):
+def test_autocast_casts_every_model_and_operation_as_the_tables_show(tmp_path):
     path = tmp_path / "autocast.json"
     command = [sys.executable, BENCHMARKS / "autocast.py", "--quick", "--json", path]
     subprocess.run(command, check=True, capture_output=True, timeout=600)

@@ -1,4 +1,4 @@
-"""Every notebook runs top to bottom, and prints what is stored in it."""
+"""Every notebook runs, and prints the output that is stored in it."""
 
 import copy
 import pathlib
@@ -32,9 +32,9 @@ def printed(notebook):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # Those of Jupyter's own packages.
+@pytest.mark.filterwarnings("default")  # Jupyter's packages warn.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_prints_what_is_stored_in_it(path):
+def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     if IS_JAX_0_7 and path.stem == "04_many_devices":
         pytest.skip("it uses jax.lax.pcast, which JAX 0.7 has not")
     stored = read(path)
@@ -51,7 +51,7 @@ def test_a_notebook_is_short_and_begins_with_its_question(path):
     assert "?" in cells[0].source
 
 
-# Every parameter, property and method on the pages that people come from.
+# Every parameter, property and method on the pages of other systems.
 PAGES = {
     "Keras 3 and R's keras3": """
         LossScaleOptimizer optimizer_loss_scale inner_optimizer initial_scale
@@ -80,7 +80,7 @@ PAGES = {
 
 
 def tables():
-    """The tables of 06_coming_from: title to rows, a row a list of three cells."""
+    """The tables of 06_coming_from: the rows of each title, as lists of three cells."""
     (path,) = (path for path in NOTEBOOKS if path.stem == "06_coming_from")
     text = "\n\n".join(
         cell.source for cell in read(path).cells if cell.cell_type == "markdown"
@@ -96,12 +96,12 @@ def tables():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_name_of_a_page_has_a_row(page):
+def test_every_name_on_a_page_of_another_system_has_a_row(page):
     theirs = "\n".join(row[0] for row in tables()[page])
     assert [name for name in PAGES[page].split() if name not in theirs] == []
 
 
-def test_every_name_of_ours_in_the_tables_exists():
+def test_every_name_of_this_package_in_the_tables_exists():
     ours = "\n".join(" ".join(row[1:]) for rows in tables().values() for row in rows)
     names = re.findall(r"\bols\.([\w.]+)", ours)
     assert len(names) > 20

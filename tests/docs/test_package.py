@@ -1,4 +1,4 @@
-"""The package as a whole: its names, its layers, its README."""
+"""The package as a whole: its files, their order of imports, README, CONTRIBUTING."""
 
 import ast
 import importlib.metadata
@@ -57,7 +57,7 @@ FILES["presets"] = FILES.pop("presets.__init__")
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_version_is_the_installed_one():
+def test_the_version_equals_that_of_the_installed_package():
     assert importlib.metadata.version("optax-lossscale") == ols.__version__
 
 
@@ -79,7 +79,7 @@ def test_a_file_imports_only_from_those_above_it(name):
             assert package != "optax_lossscale" or module in above
 
 
-def test_importing_it_loads_neither_flax_nor_matplotlib():
+def test_importing_the_package_loads_neither_flax_nor_matplotlib():
     code = (
         "import sys, optax_lossscale; "
         "assert not {'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Comparisons that see every bit and every type."""
+"""Comparisons of every bit and every type."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What older JAX calls by another name."""
+"""Functions that have other names in older JAX."""
 
 import jax
 

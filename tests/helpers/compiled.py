@@ -1,4 +1,4 @@
-"""What is in a compiled program."""
+"""The collective operations of a compiled program."""
 
 import re
 
@@ -6,7 +6,7 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatte
 
 
 def collectives_of(compiled):
-    """Result types and kind of every collective operation of a compiled program."""
+    """Result types and kind of each collective operation."""
     found = re.findall(
         rf"= (\S+|\(.*?\)) ((?:{COLLECTIVES})(?:-start)?)\(", compiled.as_text()
     )

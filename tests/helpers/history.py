@@ -1,4 +1,4 @@
-"""A rule, run over a history of finite and nonfinite steps."""
+"""Runs a rule over a history of finite and nonfinite steps."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def states_after(rule, history, state=None, grads_max=None):
-    """The states after each step, stacked; from the rule's first, or from another."""
+    """The states after each step, stacked; starts from `state`, or `rule.init()`."""
     finite = jnp.asarray(history, bool)
     largest = jnp.where(finite, 1.0, jnp.inf) if grads_max is None else grads_max
 
@@ -19,6 +19,6 @@ def states_after(rule, history, state=None, grads_max=None):
 
 
 def scales_after(rule, maxima):
-    """The scale after each step with such a largest magnitude."""
+    """The scale after each step, where `maxima` are the largest magnitudes."""
     states = states_after(rule, np.isfinite(maxima), grads_max=maxima)
     return states.loss_scale.tolist()

@@ -5,7 +5,7 @@ import optax
 
 
 def lenient(tx):
-    """Optax's own code needs JAX's standard promotion; ours, around it, does not."""
+    """An optimizer that runs under JAX's standard promotion, which Optax needs."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params):

@@ -1,4 +1,4 @@
-"""The rules in plain Python, written from their definitions, not from ours."""
+"""The rules in plain Python, written from their definitions."""
 
 import math
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def run(
     hysteresis: int,
     hysteresis_refill: str,
 ) -> list[tuple[float, bool, int, int, int]]:
-    """After each step: scale, last finite, skips in a row, skips, steps."""
+    """After each step: scale, last finite, consecutive skips, all skips, steps."""
     f32 = np.float32
     s, n, h = f32(init_scale), 0, hysteresis
     row = total = 0
@@ -48,7 +48,7 @@ def run_deepspeed(
     delayed_shift: int,
     consecutive_hysteresis: bool,
 ) -> list[float]:
-    """DeepSpeed's scale after each step, by iteration numbers, as it keeps them."""
+    """DeepSpeed's scale after each step, computed from its iteration numbers."""
     s, last_overflow, left, trace = init_scale, -1, delayed_shift, []
     for i, finite in enumerate(history):
         if finite:
@@ -78,7 +78,7 @@ def run_fairseq(
     threshold: float | None,
     min_loss_scale: float,
 ) -> list[float]:
-    """Fairseq's scale after each step, until it would raise."""
+    """Fairseq's scale after each step, up to the step at which Fairseq would raise."""
     s, last_overflow, last_rescale, overflows, trace = init_scale, -1, -1, 0, []
     for i, finite in enumerate(history):
         before = s
@@ -126,7 +126,7 @@ def run_headroom(
     recent: int,
     margin_bits: float,
 ) -> list[float]:
-    """The scale after each step, in exact fractions; nothing is rounded but margins."""
+    """The scale after each step, in exact fractions; only the margin is rounded."""
     s, was_finite, trace = init_scale, True, []
     magnitudes, peaks = [0], [0]
     largest = Fraction(65504)

@@ -1,4 +1,4 @@
-"""What is in a traced program."""
+"""The operations of a traced program."""
 
 import jax
 

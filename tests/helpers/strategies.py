@@ -1,4 +1,4 @@
-"""What the property tests draw from."""
+"""Strategies for the property tests."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-HISTORY_LENGTH = 40  # One length, so that a scan over it is compiled once a rule.
+HISTORY_LENGTH = 40  # Fixed, so that a scan over it compiles once for each rule.
 
 powers_of_two = st.integers(-24, 24).map(lambda exponent: 2.0**exponent)
 
@@ -23,7 +23,7 @@ bounds = st.tuples(powers_of_two, powers_of_two).map(sorted)
 
 @st.composite
 def dynamic_settings(draw):
-    """Settings of `dynamic_loss_scale`, legal, with `init_scale` inside or outside."""
+    """Legal settings of `dynamic_loss_scale`; `init_scale` may be out of bounds."""
     low, high = draw(bounds)
     return {
         "init_scale": draw(powers_of_two),
@@ -37,7 +37,7 @@ def dynamic_settings(draw):
     }
 
 
-# Room to be multiplied and divided by 2**24 without leaving the normal range.
+# Can be multiplied and divided by 2**24 without leaving the normal range.
 exact_float32 = st.floats(
     width=32, min_value=2.0**-100, max_value=2.0**100
 ) | st.sampled_from([0.0, -0.0, 1.0, -3.0])
@@ -55,7 +55,7 @@ float_dtypes = st.sampled_from(
 
 @st.composite
 def trees(draw):
-    """Trees of finite arrays of several dtypes, some empty, one of them not."""
+    """Trees of finite arrays of several dtypes, of which at least one is not empty."""
     leaves = draw(
         st.lists(st.tuples(float_dtypes, st.integers(0, 5)), min_size=1, max_size=5)
     )

@@ -1,4 +1,4 @@
-"""A small program, and what must hold of it under autocast."""
+"""Small programs, and checks of functions under autocast."""
 
 import chex
 import jax
@@ -19,7 +19,7 @@ def dot_loss(w, x):
 
 
 def assert_close(actual, expected, rtol=1e-2):
-    """Within the rounding of float16; dtypes as without autocast."""
+    """Values agree up to the rounding of float16; dtypes agree exactly."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         scale = float(np.max(np.abs(e), initial=0.0)) or 1.0
@@ -66,17 +66,17 @@ own_layer.defvjp(own_layer_fwd, own_layer_bwd)
 
 
 def computed_in(capsys, fun, *args, **settings):
-    """The dtype in which each operation computes, as the report has it."""
+    """The dtype in which each operation computes, according to the report."""
     ols.autocast_report(ols.autocast(fun, **settings), *args)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     return {row[1]: row[2] for row in rows}
 
 
-def relative_error(fun, *args, scale=1.0, **settings):
-    """Of the gradient by the first argument, against that without autocast."""
-    exact = jax.jit(jax.grad(fun))(*args)
+def relative_error(fun, *args, scale=1.0, jit=jax.jit, **settings):
+    """Error of the gradient by the first argument, relative to the exact gradient."""
+    exact = jit(jax.grad(fun))(*args)
     cast = ols.autocast(fun, **settings)
-    grads = jax.jit(jax.grad(lambda *args: cast(*args) * scale))(*args)
+    grads = jit(jax.grad(lambda *args: cast(*args) * scale))(*args)
     return jnp.linalg.norm((grads / scale - exact).ravel()) / jnp.linalg.norm(
         exact.ravel()
     )

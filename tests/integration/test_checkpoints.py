@@ -1,4 +1,4 @@
-"""A run that is stopped, saved and restored, by whatever tool, goes on bitwise."""
+"""A run that is saved and restored, with any tool, continues with the same bits."""
 
 import functools
 import pickle
@@ -49,7 +49,7 @@ def jitted_step(rule):
 
 
 def train(rule, params, opt_state, sizes):
-    """What a run holds before each step, and at its end."""
+    """Parameters and optimizer state before each step, and after the last."""
     held = [(params, opt_state)]
     for size in np.nan_to_num(sizes, posinf=1.0) if rule == "none" else sizes:
         held.append(jitted_step(rule)(*held[-1], np.float32(size)))
@@ -68,12 +68,12 @@ def uninterrupted(rule):
 
 
 def by_path(target, tree):
-    """A tree of plain dicts and lists as one of the target's own types."""
+    """Converts a tree of plain dicts and lists to the types of the target."""
 
     def look_up(path, leaf):
         node = tree
         for key in path:
-            kinds = ("name", "idx", "key")  # Of a NamedTuple, a tuple, a dict.
+            kinds = ("name", "idx", "key")  # For a NamedTuple, a tuple, a dict.
             node = node[next(getattr(key, k) for k in kinds if hasattr(key, k))]
         return jnp.asarray(node, leaf.dtype)
 
@@ -118,7 +118,9 @@ TOOLS = [
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_run_restored_at_any_step_goes_on_bitwise(tool, rule, tmp_path):
+def test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits(
+    tool, rule, tmp_path
+):
     whole = uninterrupted(rule)
     for step, held in enumerate(whole):
         restored = tool(held, fresh(rule), tmp_path)
@@ -126,7 +128,7 @@ def test_a_run_restored_at_any_step_goes_on_bitwise(tool, rule, tmp_path):
         assert_same_bits(train(rule, *restored, GRADS[step:])[-1], whole[-1])
 
 
-def test_arrays_of_numpy_are_a_state_outside_jit_too():
+def test_a_state_of_numpy_arrays_works_without_jit():
     tx = optimizer("dynamic")
     params, opt_state = uninterrupted("dynamic")[4]
     grads = jax.tree.map(jnp.ones_like, params)
@@ -136,13 +138,13 @@ def test_arrays_of_numpy_are_a_state_outside_jit_too():
     assert types(actual) == types(expected)
 
 
-def test_orbax_restores_into_shapes_alone(tmp_path):
+def test_orbax_can_restore_into_abstract_shapes(tmp_path):
     _, opt_state = uninterrupted("headroom")[4]
     target = jax.eval_shape(optimizer("headroom").init, PARAMS)
     assert_same_bits(with_orbax(opt_state, target, tmp_path), opt_state)
 
 
-def test_dicts_that_a_restore_without_a_target_gives_are_refused_with_a_hint(tmp_path):
+def test_plain_dicts_restored_without_a_target_are_refused_with_a_hint(tmp_path):
     plain = with_orbax(uninterrupted("dynamic")[4][1], None, tmp_path)
     with pytest.raises(ValueError, match="restore into a target"):
         ols.get_loss_scale(plain)
@@ -173,7 +175,7 @@ def test_orbax_restores_onto_another_mesh(shape, axes, tmp_path):
     assert_same_bits(after, uninterrupted("dynamic")[-1])
 
 
-def test_a_state_that_was_saved_without_loss_scaling_is_adopted():
+def test_a_state_saved_without_loss_scaling_can_be_adopted():
     bare, tx = adam(), optimizer("dynamic")
     params = {"w": PARAMS["w"]}
     grads = jax.tree.map(lambda p: p * 0.25, params)
@@ -189,7 +191,7 @@ def test_a_state_that_was_saved_without_loss_scaling_is_adopted():
     assert_same_bits(state.inner_state, inner_state)
 
 
-def test_what_was_saved_of_half_precision_parameters_is_widened_first():
+def test_a_saved_state_of_half_precision_parameters_can_be_adopted_once_widened():
     bare, tx = adam(), optimizer("dynamic")
     params = {"w": PARAMS["w"].astype(jnp.float16)}
     saved = bare.init(params)
@@ -199,7 +201,7 @@ def test_what_was_saved_of_half_precision_parameters_is_widened_first():
     assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
 
 
-def test_the_inner_state_alone_goes_on_without_loss_scaling():
+def test_the_bare_optimizer_continues_from_the_inner_state():
     bare, tx = adam(), optimizer("dynamic")
     params = {"w": PARAMS["w"]}
     opt_state = tx.init(params)
@@ -214,7 +216,7 @@ def test_the_inner_state_alone_goes_on_without_loss_scaling():
     assert_same_bits(inner_state, state.inner_state)
 
 
-def test_a_rule_of_another_kind_adopts_what_a_run_has_learned():
+def test_a_run_can_continue_under_a_rule_of_another_kind():
     params, opt_state = uninterrupted("dynamic")[4]
     adopted = ols.adopt_inner_state(opt_state.inner_state, RULES["headroom"])
     assert types(adopted) == types(optimizer("headroom").init(params))

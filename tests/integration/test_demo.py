@@ -1,4 +1,4 @@
-"""The main job, run as a user runs it."""
+"""The demo, run as a user runs it."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def run_demo(*arguments):
 
 
 @pytest.mark.slow
-def test_without_a_file_it_writes_no_results(tmp_path, capsys):
+def test_without_a_json_file_the_demo_writes_no_results(tmp_path, capsys):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         demo.main(["--steps", "1", "--plot", str(tmp_path / "picture.png")])
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
@@ -39,13 +39,13 @@ def full_run(tmp_path_factory):
     return done, *files
 
 
-def test_the_results_are_complete(full_run):
+def test_the_results_hold_every_variant_and_figure(full_run):
     results = json.loads(full_run[1].read_text())
     assert set(results) == VARIANTS
     assert all(set(figures) == FIGURES for figures in results.values())
 
 
-def test_float16_stays_at_chance_and_a_dynamic_scale_makes_it_float32s_equal(full_run):
+def test_float16_learns_nothing_and_with_a_dynamic_scale_matches_float32(full_run):
     results = json.loads(full_run[1].read_text())
     accuracy = {name: figures["accuracy"] for name, figures in results.items()}
     assert accuracy["float16"] < 0.2
@@ -64,18 +64,18 @@ def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
     assert results["float16_dynamic"]["final_scale"] > 2**15
 
 
-def test_it_prints_the_table_and_draws_the_picture(full_run):
+def test_the_demo_prints_a_table_and_draws_a_picture(full_run):
     done, _, picture = full_run
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row.split()[1] for row in rows[2:]] == list(
         json.loads(full_run[1].read_text())
     )
-    assert "100%" in done.stderr  # The progress bar of each variant.
+    assert "100%" in done.stderr  # Each variant has a progress bar.
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_several_seeds_make_one_table(tmp_path):
+def test_several_seeds_give_one_list_of_results_for_each_variant(tmp_path):
     files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
     done = run_demo("--seed", 1, 2, "--steps", 3, *files)
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,9 @@ def test_several_seeds_make_one_table(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["smooth", "headroom"])
-def test_another_rule_trains_as_well(rule, full_run, tmp_path):
+def test_the_smooth_and_headroom_rules_train_as_well_as_the_dynamic_one(
+    rule, full_run, tmp_path
+):
     files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
     done = run_demo("--rule", rule, *files)
     assert done.returncode == 0, done.stderr
@@ -97,13 +99,13 @@ def test_another_rule_trains_as_well(rule, full_run, tmp_path):
     assert results["float16"] == expected["float16"]
 
 
-def test_no_step_at_all_is_refused(capsys):
+def test_zero_steps_are_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         demo.main(["--steps", "0"])
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
 
 
-WITHOUT_EACH_OF_ITS_EXTRA = """
+WITHOUT_EACH_PACKAGE = """
 import sys
 
 for missing in ("flax", "matplotlib", "sklearn", "tqdm"):
@@ -116,8 +118,8 @@ for missing in ("flax", "matplotlib", "sklearn", "tqdm"):
 """
 
 
-def test_without_its_extra_it_says_what_to_install():
-    command = [sys.executable, "-c", WITHOUT_EACH_OF_ITS_EXTRA]
+def test_without_a_package_it_needs_the_demo_says_what_to_install():
+    command = [sys.executable, "-c", WITHOUT_EACH_PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 4
@@ -127,7 +129,7 @@ def test_without_its_extra_it_says_what_to_install():
 
 
 @pytest.mark.slow
-def test_autocast_of_the_float32_network_trains_as_well(tmp_path, full_run):
+def test_the_float32_network_under_autocast_trains_as_well(tmp_path, full_run):
     files = (tmp_path / "results.json", tmp_path / "picture.png")
     done = run_demo("--autocast", "--json", files[0], "--plot", files[1])
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Several devices: all agree to skip, and nothing but the verdict crosses them."""
+"""Several devices: all skip together, and they exchange nothing but the verdict."""
 
 import functools
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def loss_fn(params, batch):
 
 
 BATCH = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
-BAD_BATCH = BATCH.at[5, 0].set(jnp.nan)  # Seen by one device of eight.
+BAD_BATCH = BATCH.at[5, 0].set(jnp.nan)  # One device of eight sees it.
 
 
 def local_step(tx, params, state, batch, *, mean):
@@ -59,7 +59,7 @@ def one_device(batches):
 
 
 def assert_close(actual, expected):
-    """The same up to the order in which devices are summed."""
+    """Values agree up to the order in which devices are summed."""
     jax.tree.map(
         lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
         actual,
@@ -67,7 +67,7 @@ def assert_close(actual, expected):
     )
 
 
-def test_pmap_equals_one_device_and_all_skip_together():
+def test_pmap_equals_one_device_and_all_devices_skip_together():
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
     step = jax.pmap(functools.partial(local_step, tx, mean=True), axis_name="data")
     params, state = jax.tree.map(
@@ -82,7 +82,7 @@ def test_pmap_equals_one_device_and_all_skip_together():
     assert state.loss_scale_state.total_notfinite.tolist() == [1] * 8
 
 
-def test_pmap_without_a_mean_shares_the_verdict_alone():
+def test_pmap_without_a_mean_shares_only_the_verdict():
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
     step = jax.pmap(functools.partial(local_step, tx, mean=False), axis_name="data")
     first = jax.tree.map(
@@ -96,7 +96,7 @@ def test_pmap_without_a_mean_shares_the_verdict_alone():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_equals_one_device_and_all_skip_together(check_vma):
+def test_shard_map_equals_one_device_and_all_devices_skip_together(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
 
@@ -104,7 +104,7 @@ def test_shard_map_equals_one_device_and_all_skip_together(check_vma):
         def mean_loss(params, batch):
             return jax.lax.pmean(loss_fn(params, batch), "data")
 
-        # With the check, gradients of replicated parameters arrive summed.
+        # With the check, shard_map sums gradients of replicated parameters.
         loss = mean_loss if check_vma else loss_fn
         grads = ols.scaled_grad(loss, state)(params, batch)
         grads = grads if check_vma else jax.lax.pmean(grads, "data")
@@ -129,7 +129,7 @@ def test_shard_map_equals_one_device_and_all_skip_together(check_vma):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_jit_skips_everywhere_and_keeps_every_type(axis_type):
+def test_under_sharded_jit_all_devices_skip_and_every_type_is_kept(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     with set_mesh(mesh):
         specs = {"w": P("data"), "b": P()}
@@ -156,14 +156,14 @@ def test_sharded_jit_skips_everywhere_and_keeps_every_type(axis_type):
             ]
             assert skipped.loss_scale_state.loss_scale.sharding.is_fully_replicated
             assert skipped.loss_scale_state.total_notfinite == 1
-        # From the first step on, with a state that was made eagerly.
+        # The first step can be skipped, with a state that was made eagerly.
         updates, skipped = update(bad, tx.init(params), params)
         assert_same_bits(optax.apply_updates(params, updates), params)
         assert skipped.loss_scale_state.total_notfinite == 1
 
 
 @pytest.mark.parametrize("is_adam", [True, False])
-def test_vmap_over_an_ensemble_skips_the_bad_member_alone(is_adam):
+def test_in_an_ensemble_only_the_bad_member_skips(is_adam):
     tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
     params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)
     states = jax.vmap(tx.init)(params)
@@ -215,7 +215,7 @@ TWO_AXES = {
 
 
 def sharded(specs, axis_types, shape=(4, 2)):
-    """Arrays on a mesh, by name, and the mesh."""
+    """A mesh, and arrays on it by name."""
     names = ("data", "model")[: len(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=axis_types)
     array = jnp.ones((16, 16))
@@ -249,7 +249,7 @@ def max_rule():
 @pytest.mark.parametrize(
     ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
 )
-def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule, scalar):
+def test_the_check_needs_one_collective_of_one_scalar(axis_type, leaves, rule, scalar):
     specs = {
         f"{i}{name}": spec for i in range(leaves) for name, spec in ONE_AXIS.items()
     }
@@ -265,7 +265,7 @@ def test_the_check_is_one_collective_of_one_scalar(axis_type, leaves, rule, scal
 
 
 @pytest.mark.parametrize("specs", [TWO_AXES, {"a": P("data"), "c": P(None, "model")}])
-def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes(specs):
+def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     mesh, params = sharded(specs, (AxisType.Explicit,) * 2)
     with set_mesh(mesh):
         tx = ols.loss_scaled(adam(), RULE)
@@ -287,7 +287,9 @@ def test_on_an_explicit_mesh_it_is_one_collective_whatever_the_axes(specs):
 @pytest.mark.parametrize(
     "axis_types", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)]
 )
-def test_on_an_automatic_mesh_it_is_one_collective_a_set_of_axes(axis_types):
+def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axes(
+    axis_types,
+):
     # XLA cannot merge reductions over different devices, and while tracing the
     # shardings are unknown. Still only scalars cross, and nothing is gathered.
     mesh, params = sharded(TWO_AXES, axis_types)
@@ -303,13 +305,13 @@ def test_on_an_automatic_mesh_it_is_one_collective_a_set_of_axes(axis_types):
 @pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ["data", "model"]])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("check_updates", "expected"), [(False, 1), (True, 2)])
-def test_in_shard_map_the_verdict_is_one_collective(
+def test_in_shard_map_the_check_needs_one_collective(
     axis_name, check_vma, check_updates, expected
 ):
     mesh, params = sharded(TWO_AXES, (AxisType.Auto,) * 2)
     tx = ols.loss_scaled(adam(), RULE, axis_name=axis_name, check_updates=check_updates)
     state = tx.init(params)
-    # Moments are sharded as their parameters are, everything else is replicated.
+    # Moments are sharded as their parameters are; everything else is replicated.
     specs = jax.tree.map(lambda leaf: P(), state)
     specs = optax.tree.set(specs, mu=TWO_AXES, nu=TWO_AXES)
     if axis_name == "data":
@@ -327,8 +329,8 @@ def test_in_shard_map_the_verdict_is_one_collective(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_sharded_over_two_axes_skip_together_in_shard_map(check_vma):
-    # Local finiteness is not global: the verdict is over all axes that shard.
+def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(check_vma):
+    # A device sees only its shard, so the verdict must span both axes.
     mesh, params = sharded({"c": TWO_AXES["c"]}, (AxisType.Auto,) * 2)
     tx = ols.loss_scaled(adam(), RULE, axis_name=("data", "model"))
     spec = {"c": P("data", "model")}
@@ -343,7 +345,7 @@ def test_gradients_sharded_over_two_axes_skip_together_in_shard_map(check_vma):
             check_vma=check_vma,
         )
     )
-    bad = {"c": params["c"].at[15, 15].set(jnp.nan)}  # On the last device alone.
+    bad = {"c": params["c"].at[15, 15].set(jnp.nan)}  # Only on the last device.
     updates, skipped = step(bad, state, params)
     assert not updates["c"].any()
     assert_same_bits(skipped.inner_state, state.inner_state)
@@ -367,7 +369,7 @@ def test_gradients_sharded_over_two_axes_skip_together_in_shard_map(check_vma):
     assert not verdicts(jnp.ones(8).at[7].set(jnp.nan)).any()
 
 
-def test_tensor_parallel_shard_map_equals_one_device():
+def test_a_tensor_parallel_shard_map_equals_one_device():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     tx = ols.loss_scaled(adam(), RULE, axis_name=("data", "model"))
     weight_specs = {"w": P("model"), "b": P()}  # Rows of the matrix by device.
@@ -442,7 +444,7 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices(where):
     assert optax.tree.get(state, "gradient_step") == 2
 
 
-def test_an_axis_name_that_is_not_bound_gives_jax_s_error_and_a_hint():
+def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint():
     tx = ols.loss_scaled(adam(), RULE, axis_name="batch")
     with pytest.raises(NameError, match="unbound axis name: batch") as caught:
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -450,19 +452,19 @@ def test_an_axis_name_that_is_not_bound_gives_jax_s_error_and_a_hint():
     assert "`axis_name` must name axes of the `pmap`" in notes
 
 
-def test_on_an_explicit_mesh_other_leaves_may_be_anywhere():
+def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     mesh, params = sharded(TWO_AXES, (AxisType.Explicit,) * 2)
     trees = {"a": np.ones(3, np.float32), "b": 1.0, **params}
-    assert jax.jit(ols.all_finite)(trees)  # Also where the mesh is set nowhere.
+    assert jax.jit(ols.all_finite)(trees)  # Without `set_mesh`, too.
     with set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
-        # A rule that needs it may stand in a step that is differentiated.
+        # Rules that need it can be used in a step that is differentiated.
         largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))
         assert not jax.jit(largest)(params["c"]).any()
 
 
-def test_on_an_explicit_mesh_a_state_may_be_sharded_otherwise_than_the_gradients():
+def test_on_an_explicit_mesh_state_and_gradients_can_be_sharded_differently():
     mesh, params = sharded({"a": P()}, (AxisType.Explicit,), shape=(8,))
     tx = ols.loss_scaled(adam(), RULE)
     with set_mesh(mesh):
@@ -476,7 +478,7 @@ def test_on_an_explicit_mesh_a_state_may_be_sharded_otherwise_than_the_gradients
             assert after.loss_scale_state.last_finite == finite
 
 
-def test_no_axis_at_all_is_no_axis_name():
+def test_an_empty_tuple_of_axis_names_means_no_axis():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     finite = jax.jit(
         jax.shard_map(
@@ -489,8 +491,8 @@ def test_no_axis_at_all_is_no_axis_name():
     assert finite(jnp.ones(8))
 
 
-def test_there_is_no_cond_on_a_per_device_predicate():
-    # jax #40823: under shard_map its branches diverge silently.
+def test_the_update_never_branches_on_the_verdict_of_one_device():
+    # jax #40823: under shard_map the branches of a cond diverge silently.
     tx = ols.loss_scaled(adam(), RULE)
     program = jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     assert "cond" not in str(program)
@@ -507,7 +509,7 @@ def test_there_is_no_cond_on_a_per_device_predicate():
         jax.jit(disagreeing)(jnp.ones(8))
 
 
-def test_float16_gradients_of_float32_parameters_skip_in_shard_map():
+def test_in_shard_map_float16_gradients_can_update_float32_parameters_or_skip():
     # optax.apply_if_finite fails there: branches of a cond must agree in dtype.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
@@ -527,7 +529,7 @@ def test_float16_gradients_of_float32_parameters_skip_in_shard_map():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("spec", [P("data"), P()])
 def test_the_verdict_is_the_same_for_varying_and_invariant_gradients(spec, check_vma):
-    # A psum of an invariant flag would count it eight times.
+    # A psum of an invariant flag would count the flag eight times.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     finite = jax.jit(
         jax.shard_map(
@@ -543,8 +545,8 @@ def test_the_verdict_is_the_same_for_varying_and_invariant_gradients(spec, check
     assert not finite(jnp.ones(8).at[3].set(jnp.nan))
 
 
-def test_a_state_that_is_alike_everywhere_may_be_skipped_on_some_devices():
-    # Without `axis_name` the verdicts differ, and so does what was alike.
+def test_a_replicated_state_can_be_kept_on_only_some_devices():
+    # Without `axis_name` the verdicts differ, and replicated states diverge.
     def average(grads, state, params):
         state = jax.tree.map(lambda s, p: 0.5 * s + 0.5 * p, state, params)
         return grads, state
@@ -565,7 +567,7 @@ def test_a_state_that_is_alike_everywhere_may_be_skipped_on_some_devices():
 
 
 @pytest.mark.parametrize(("inner", "sign"), [(None, 1), (optax.sgd(1.0), -1)])
-def test_gradients_are_never_reduced_for_the_user(inner, sign):
+def test_gradients_are_never_reduced_over_devices(inner, sign):
     # flax's DynamicScale(axis_name=...) gives N times the gradient under check_vma.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx = ols.loss_scaled(inner, RULE, axis_name="data")
@@ -580,9 +582,9 @@ def test_gradients_are_never_reduced_for_the_user(inner, sign):
     assert_same_bits(local(jnp.arange(24.0) * SCALE), sign * jnp.arange(24.0))
 
 
-def test_a_float16_reduction_that_overflows_is_caught_and_float32_avoids_it():
-    # Finite on every device, infinite after the sum: check after the reduction, and
-    # reduce in float32 so that there is nothing to catch.
+def test_a_float16_mean_over_devices_can_overflow_and_a_float32_mean_does_not():
+    # The gradients are finite on every device, but their float16 sum is infinite. So
+    # the check comes after the reduction; a reduction in float32 does not overflow.
     tx = ols.loss_scaled(None, RULE, axis_name="data")
     grads = jnp.full((8, 1), 60000.0, jnp.float16)
 
@@ -603,9 +605,9 @@ def test_a_float16_reduction_that_overflows_is_caught_and_float32_avoids_it():
         np.testing.assert_allclose(updates, expected, rtol=1e-3)
 
 
-def test_under_shard_map_s_check_a_float16_sum_is_avoided_by_pcast():
-    # Gradients of replicated parameters arrive summed there, in float16: a cast
-    # afterwards is too late.
+def test_pcast_avoids_the_float16_sum_that_shard_map_inserts():
+    # With its check, shard_map sums gradients of replicated parameters in float16, and
+    # a cast afterwards is too late.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     to_varying = (
         functools.partial(jax.lax.pcast, axis_name="data", to="varying")
@@ -633,7 +635,7 @@ def test_under_shard_map_s_check_a_float16_sum_is_avoided_by_pcast():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_nan_on_one_shard_is_not_dropped_by_the_maximum(axis_type):
+def test_the_maximum_over_shards_does_not_drop_a_nan(axis_type):
     # XLA's all-reduce-max over devices drops NaN.
     mesh, params = sharded({"a": P("data")}, (axis_type,), shape=(8,))
     with set_mesh(mesh):
@@ -645,8 +647,8 @@ def test_a_nan_on_one_shard_is_not_dropped_by_the_maximum(axis_type):
     assert (largest(poison.reshape(8, -1)) == np.inf).all()
 
 
-def test_pmap_without_an_axis_name_lets_devices_drift_apart():
-    # Why `axis_name` is needed there: each replica has a scale of its own.
+def test_under_pmap_without_an_axis_name_the_scales_of_devices_drift_apart():
+    # This is why `axis_name` is needed: each replica has its own scale.
     tx = ols.loss_scaled(adam(), RULE)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), tx.init(PARAMS))
     grads = jax.tree.map(lambda x: jnp.broadcast_to(x, (8, *x.shape)), PARAMS)
@@ -657,7 +659,7 @@ def test_pmap_without_an_axis_name_lets_devices_drift_apart():
 
 
 @pytest.mark.parametrize("spec", [P("data"), P()])
-def test_out_shardings_of_init_avoid_a_second_compilation(spec):
+def test_with_out_shardings_for_init_the_step_is_compiled_only_once(spec):
     mesh, params = sharded(ONE_AXIS, (AxisType.Auto,), shape=(8,))
     tx = ols.loss_scaled(adam(), RULE)
 
@@ -673,7 +675,7 @@ def test_out_shardings_of_init_avoid_a_second_compilation(spec):
         "eager": tx.init,
         "out_shardings": jax.jit(tx.init, out_shardings=shardings(abstract)),
     }.items():
-        update = jax.jit(functools.partial(tx.update))  # A cache of its own.
+        update = jax.jit(functools.partial(tx.update))  # Has its own cache.
         state = init(params)
         for _ in range(3):
             _, state = update(params, state, params)
@@ -712,7 +714,7 @@ def test_fully_sharded_parameters_and_moments_equal_one_device():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
-def test_the_update_lowers_for_every_accelerator(platform):
+def test_the_update_can_be_lowered_for_every_accelerator(platform):
     tx = ols.loss_scaled(adam(), RULE)
     export = jax.export.export(jax.jit(tx.update), platforms=[platform])
     assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == (platform,)

@@ -1,4 +1,4 @@
-"""In use: Flax linen and NNX, Equinox, and Optax's own combinators."""
+"""Loss scaling with Flax Linen and NNX, Equinox, and Optax's combinators."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -32,7 +32,7 @@ class Net(nn.Module):
         return nn.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)
 
 
-def test_linen_train_state_trains_skips_and_goes_on():
+def test_a_linen_train_state_trains_skips_a_bad_step_and_continues():
     net = Net()
     state = TrainState.create(
         apply_fn=net.apply,
@@ -73,7 +73,7 @@ class NnxNet(nnx.Module):
 
 
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
-def test_nnx_optimizer_trains_skips_and_goes_on(jit):
+def test_an_nnx_optimizer_trains_skips_a_bad_step_and_continues(jit):
     model = NnxNet()
     optimizer = nnx.Optimizer(model, ols.loss_scaled(adam(0.01), RULE), wrt=nnx.Param)
 
@@ -97,7 +97,7 @@ def test_nnx_optimizer_trains_skips_and_goes_on(jit):
     assert step(model, optimizer, X) < losses[0]
 
 
-def test_equinox_model_with_static_leaves():
+def test_an_equinox_model_with_static_leaves_trains_and_skips_a_bad_step():
     model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
     tx = ols.loss_scaled(adam(0.03), RULE)
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
@@ -153,7 +153,7 @@ INNERS = {
 
 
 @pytest.mark.parametrize("name", INNERS)
-def test_inside_the_wrapper_a_bad_step_is_as_if_it_had_never_been(name):
+def test_optimizers_inside_the_wrapper_never_notice_a_bad_step(name):
     tx = ols.loss_scaled(lenient(INNERS[name]()), RULE)
     params, state = run(tx, [True, False, True, True, False, True])
     expected, expected_state = run(tx, [True] * 4)
@@ -162,7 +162,7 @@ def test_inside_the_wrapper_a_bad_step_is_as_if_it_had_never_been(name):
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 2
 
 
-def test_clipping_inside_sees_unscaled_gradients():
+def test_clipping_inside_the_wrapper_sees_unscaled_gradients():
     tx = ols.loss_scaled(optax.clip(0.3), RULE)
     updates, _ = tx.update(SCALED, tx.init(PARAMS), PARAMS)
     assert updates["w"].tolist() == [0.3, -0.3] or np.allclose(
@@ -171,7 +171,7 @@ def test_clipping_inside_sees_unscaled_gradients():
     assert updates["b"].tolist() == [0.25]
 
 
-def test_multi_steps_takes_the_object_itself():
+def test_a_multi_steps_object_can_be_wrapped_as_it_is():
     steps = optax.MultiSteps(optax.sgd(0.1), 2)
     with jax.numpy_dtype_promotion("standard"):
         tx = ols.loss_scaled(steps, RULE)
@@ -179,8 +179,8 @@ def test_multi_steps_takes_the_object_itself():
     assert state.inner_state.mini_step == 1
 
 
-def test_multi_steps_inside_drops_a_bad_micro_step_alone():
-    # Outside, one NaN would stay in its accumulator for ever.
+def test_multi_steps_inside_the_wrapper_drops_only_the_bad_micro_step():
+    # If MultiSteps were outside, one NaN would stay in its accumulator.
     tx = ols.loss_scaled(lenient(INNERS["multi_steps"]()), RULE)
     _, state = run(tx, [True, False])
     assert state.inner_state.mini_step == 1
@@ -189,13 +189,13 @@ def test_multi_steps_inside_drops_a_bad_micro_step_alone():
     )
 
 
-def test_a_schedule_inside_does_not_advance_on_a_skip():
+def test_a_schedule_inside_the_wrapper_does_not_advance_on_a_skipped_step():
     tx = ols.loss_scaled(lenient(INNERS["schedule"]()), RULE)
     _, state = run(tx, [False, True, False])
     assert optax.tree.get(state, "count") == 1
 
 
-def test_before_others_in_a_chain_they_see_zeros_on_a_bad_step():
+def test_transformations_after_it_in_a_chain_see_zeros_on_a_bad_step():
     tx = optax.chain(ols.loss_scaled(adam(), RULE), optax.scale(0.5))
     alone = ols.loss_scaled(adam(), RULE)
     half, _ = tx.update(SCALED, tx.init(PARAMS), PARAMS)
@@ -206,13 +206,13 @@ def test_before_others_in_a_chain_they_see_zeros_on_a_bad_step():
     assert ols.get_loss_scale(state) == SCALE / 2
 
 
-def test_after_others_in_a_chain_it_still_skips():
+def test_it_still_skips_when_it_comes_last_in_a_chain():
     tx = optax.chain(optax.identity(), ols.loss_scaled(adam(), RULE))
     params, _ = run(tx, [False])
     assert_same_bits(params, PARAMS)
 
 
-def test_a_link_unscales_and_adjusts():
+def test_without_an_inner_optimizer_it_unscales_and_adjusts_the_scale():
     tx = optax.chain(ols.loss_scaled(loss_scale=RULE), optax.sgd(1.0))
     updates, state = tx.update(SCALED, tx.init(PARAMS), PARAMS)
     assert_same_bits(updates, jax.tree.map(lambda g: -g, GRADS))
@@ -221,11 +221,11 @@ def test_a_link_unscales_and_adjusts():
     assert ols.get_loss_scale(state) == SCALE / 2
 
 
-def test_a_link_cannot_stop_the_optimizers_after_it():
+def test_without_an_inner_optimizer_it_cannot_stop_the_optimizers_after_it():
     link = optax.chain(ols.loss_scaled(loss_scale=RULE), lenient(optax.adamw(0.1)))
     params, state = run(link, [True, False])
     before, _ = run(link, [True])
-    assert not np.array_equal(params["w"], before["w"])  # Momentum and decay.
+    assert not np.array_equal(params["w"], before["w"])  # Moved by momentum and decay.
     assert optax.tree.get(state[1], "count") == 2
     wrapped = ols.loss_scaled(lenient(optax.adamw(0.1)), RULE)
     params, state = run(wrapped, [True, False])
@@ -234,7 +234,7 @@ def test_a_link_cannot_stop_the_optimizers_after_it():
     assert optax.tree.get(state.inner_state, "count") == 1
 
 
-def test_inside_a_partition_it_finds_its_state():
+def test_metrics_are_found_when_it_is_inside_a_partition():
     tx = optax.partition(
         {"on": ols.loss_scaled(adam(), RULE), "off": optax.set_to_zero()},
         {"w": "on", "b": "off"},
@@ -243,7 +243,7 @@ def test_inside_a_partition_it_finds_its_state():
     assert ols.loss_scale_metrics(state)["skip_rate"] == 0.0
 
 
-def test_the_pure_functions_by_hand():
+def test_a_step_written_by_hand_with_the_pure_functions_skips_a_bad_step():
     optimizer = adam()
     params, opt_state, state = PARAMS, optimizer.init(PARAMS), RULE.init()
 

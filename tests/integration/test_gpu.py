@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show, and float16 end to end on it."""
+"""Behaviour that only an NVIDIA GPU shows, and whole runs in float16 on it."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_float16_subnormals_are_not_flushed():
     np.testing.assert_array_equal(unscaled, exact)
 
 
-def test_a_float16_matmul_that_overflows_inside_skips_the_step():
+def test_a_step_in_which_a_float16_matmul_overflows_is_skipped():
     tx = ols.loss_scaled(optax.sgd(0.1))
     weight = jnp.full((256, 8), 256.0)
     opt_state = tx.init(weight)
@@ -73,7 +73,9 @@ class Transformer(nn.Module):
 def train_transformer(dtype, rule):
     model = Transformer(dtype)
     start = jax.random.randint(jax.random.key(1), (64, 1), 0, 32)
-    tokens = (start + 5 * jnp.arange(33)) % 32  # Each is five after the one before.
+    tokens = (
+        start + 5 * jnp.arange(33)
+    ) % 32  # Each token is the one before plus five.
     params = model.init(jax.random.key(0), tokens[:, :-1])
     tx = ols.loss_scaled(optax.adam(3e-3), rule)
 
@@ -94,7 +96,7 @@ def train_transformer(dtype, rule):
     return losses, opt_state
 
 
-def test_a_small_transformer_trains_in_float16_as_in_float32():
+def test_a_small_transformer_trains_as_well_in_float16_as_in_float32():
     exact, _ = train_transformer(jnp.float32, ols.no_loss_scale())
     losses, opt_state = train_transformer(jnp.float16, ols.dynamic_loss_scale())
     assert exact[0] > 3.0
@@ -103,7 +105,7 @@ def test_a_small_transformer_trains_in_float16_as_in_float32():
     assert ols.loss_scale_metrics(opt_state)["total_notfinite"] < 10
 
 
-def test_the_demo_trains_in_float16_as_in_float32(tmp_path, capsys):
+def test_the_demo_trains_as_well_in_float16_as_in_float32(tmp_path, capsys):
     demo.main(["--plot", str(tmp_path / "demo.png")])
     table = capsys.readouterr().out
     accuracy = {

@@ -1,4 +1,4 @@
-"""Several processes on CPU: one sees a NaN, all skip; one dies, the run goes on."""
+"""Several processes: if one sees a NaN, all skip; if one dies, a restart continues."""
 
 import pathlib
 import re
@@ -25,7 +25,7 @@ def run(folder, *arguments, processes, devices, returncode=0):
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as final:
             finals.append([final[name].tobytes() for name in final.files])
-    # Not by lines: gloo writes between them.
+    # Lines cannot be used, as gloo writes between them.
     printed = re.findall(r"process \d.*?skipped \d+", done.stdout)
     return sorted(printed), finals
 
@@ -37,12 +37,12 @@ def one_process(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
-def test_all_processes_skip_together_and_end_where_one_process_ends(
+def test_all_processes_skip_together_and_end_with_the_bits_of_one_process(
     processes, devices, one_process, tmp_path
 ):
     printed, finals = run(tmp_path, processes=processes, devices=devices)
     assert len(finals) == processes
-    # The same four devices: the same bits, counters and all.
+    # On the same four devices all bits are the same, counters included.
     assert finals == one_process[1] * processes
     for process, line in enumerate(printed):
         assert line.startswith(f"process {process} of {processes}, 4 devices")
@@ -50,7 +50,9 @@ def test_all_processes_skip_together_and_end_where_one_process_ends(
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="Orbax 0.12 saves from several processes later")
-def test_a_killed_run_goes_on_from_its_checkpoint_bitwise(one_process, tmp_path):
+def test_a_killed_run_continues_from_its_checkpoint_with_the_same_bits(
+    one_process, tmp_path
+):
     saved = ["--checkpoint", str(tmp_path / "checkpoint")]
     two = {"processes": 2, "devices": 2}
     killed = run(tmp_path / "killed", *saved, "--kill-step", "25", returncode=9, **two)

@@ -1,4 +1,4 @@
-"""Compiled for real TPU slices, which needs the compiler, `libtpu`, and no TPU.
+"""Programs compiled for TPU slices. Needs the compiler, `libtpu`, but no TPU.
 
 pip install -e '.[test,tpu-aot]'
 JAX_PLATFORMS=cpu python -m pytest tests/integration/test_tpu.py
@@ -41,7 +41,7 @@ def devices(request):
 
 
 def arguments(tx, mesh, names):
-    """Gradients, state and parameters as types with shardings."""
+    """Abstract gradients, state and parameters, with shardings."""
     shardings = {name: NamedSharding(mesh, SPECS[name]) for name in names}
     params = {
         name: jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding)
@@ -68,7 +68,7 @@ def arguments(tx, mesh, names):
         (AxisType.Explicit, list(SPECS), 1),
     ],
 )
-def test_sharded_jit_compiles_and_moves_only_the_verdict(
+def test_under_sharded_jit_only_the_verdict_crosses_the_chips(
     devices, axis_type, names, expected
 ):
     mesh = Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
@@ -78,12 +78,12 @@ def test_sharded_jit_compiles_and_moves_only_the_verdict(
         compiled = update.lower(*arguments(tx, mesh, names)).compile()
     found = collectives_of(compiled)
     assert [kind for _, kind in found] == ["all-reduce"] * expected
-    # The TPU's verdict is a word, and it is all that crosses the chips.
+    # On a TPU the verdict can be a 32-bit word; nothing else crosses the chips.
     assert {scalar for result, _ in found for scalar in result} <= {"pred[]", "u32[]"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_compiles_and_moves_only_the_verdict(devices, check_vma):
+def test_under_shard_map_only_the_verdict_crosses_the_chips(devices, check_vma):
     mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     tx = ols.loss_scaled(adam(), axis_name=("data", "model"))
     args = arguments(tx, mesh, list(SPECS))

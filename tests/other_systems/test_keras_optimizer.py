@@ -1,4 +1,4 @@
-"""`loss_scale_optimizer`: Keras's options alone and together, and what is refused."""
+"""`loss_scale_optimizer`: Keras's options alone and together, and refusals."""
 
 import functools
 import inspect
@@ -82,7 +82,7 @@ def make(inner=None, **options):
 
 
 def run(tx, all_grads):
-    """Our parameters and optimizer state after each step."""
+    """Parameters and optimizer state after each step."""
     params = jax.tree.map(jnp.asarray, PARAMS)
     opt_state = tx.init(params)
     for grads in all_grads:
@@ -122,7 +122,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize("options", TOGETHER, ids=lambda options: "-".join(options))
-def test_the_options_work_alone_and_together_as_in_keras(options):
+def test_every_combination_of_options_works_as_in_keras(options):
     all_grads = random_grads(14, bad=(1, 4, 5, 9))
     oracle = Oracle(PARAMS, options)
     states = list(run(make(**options), all_grads))
@@ -138,7 +138,7 @@ def test_the_options_work_alone_and_together_as_in_keras(options):
             )
 
 
-def test_the_scale_is_the_one_of_presets_keras():
+def test_the_scale_is_that_of_the_keras_preset():
     options = {"dynamic_growth_steps": 2, "gradient_accumulation_steps": 3}
     all_grads = random_grads(8, bad=(2, 3))
     rule = ols.presets.keras(64.0, 2)
@@ -154,7 +154,7 @@ ACCUMULATE_3 = make(gradient_accumulation_steps=3)
 
 
 @given(st.sets(st.integers(0, 11), max_size=8))
-def test_a_nonfinite_micro_batch_is_dropped_alone(bad):
+def test_only_the_nonfinite_micro_batch_is_dropped(bad):
     all_grads = random_grads(12, bad=bad)
     *_, (params, _) = run(ACCUMULATE_3, all_grads)
     good = [grads for i, grads in enumerate(all_grads) if i not in bad]
@@ -167,7 +167,7 @@ def test_a_nonfinite_micro_batch_is_dropped_alone(bad):
         np.testing.assert_allclose(param, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_on_a_skipped_step_nothing_advances():
+def test_nothing_advances_on_a_skipped_step():
     # tf.keras would count an iteration.
     options = {
         "weight_decay": 0.1,
@@ -198,7 +198,7 @@ def test_the_inner_optimizer_reads_decayed_parameters():
     assert (seen[0], updates) == (1.0, -1.0)
 
 
-def test_overwriting_makes_the_parameters_their_average():
+def test_overwriting_replaces_the_parameters_by_their_average():
     options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}
     for i, (params, opt_state) in enumerate(
         run(make(**options), random_grads(6)), start=1
@@ -211,7 +211,7 @@ def test_overwriting_makes_the_parameters_their_average():
         assert all(close) == (i in (1, 3, 6))
 
 
-def test_the_average_is_the_first_parameters_until_the_first_update():
+def test_until_the_first_update_the_average_equals_the_initial_parameters():
     tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
     params = jax.tree.map(jnp.asarray, PARAMS)
     opt_state = tx.init(params)
@@ -256,7 +256,7 @@ def test_state_and_parameters_keep_their_types_under_scan_and_donation(dtype):
     assert types(made) == types(opt_state)
 
 
-def test_absent_and_integer_leaves_are_left_alone():
+def test_absent_and_integer_leaves_are_not_changed():
     tx = lenient(ols.loss_scale_optimizer(optax.sgd(1.0), **ALL, initial_scale=1.0))
     params = {"w": jnp.ones(2), "none": None, "steps": jnp.asarray(3)}
     grads = {"w": jnp.ones(2), "none": None, "steps": jnp.asarray(0)}
@@ -283,7 +283,7 @@ def test_a_parameter_without_gradient_is_not_decayed_but_averaged():
 
 
 def test_accumulation_keeps_the_imaginary_part():
-    # optax.MultiSteps alone accumulates in float32.
+    # optax.MultiSteps itself accumulates in float32.
     tx = lenient(
         ols.loss_scale_optimizer(optax.sgd(1.0), gradient_accumulation_steps=2)
     )
@@ -299,7 +299,7 @@ def test_accumulation_keeps_the_imaginary_part():
     "options",
     [{"dynamic": False, "initial_scale": 8.0}, {"loss_scale_factor": 8.0}],
 )
-def test_a_fixed_scale_is_divided_out_and_checks_nothing(options):
+def test_a_fixed_scale_is_unscaled_and_never_skips(options):
     tx = ols.loss_scale_optimizer(optax.sgd(1.0), **options)
     updates, opt_state = tx.update(
         jnp.asarray([8.0, jnp.nan]), tx.init(jnp.ones(2)), jnp.ones(2)
@@ -309,7 +309,7 @@ def test_a_fixed_scale_is_divided_out_and_checks_nothing(options):
     assert np.isnan(updates[1])
 
 
-def test_it_works_in_an_nnx_optimizer():
+def test_the_optimizer_works_inside_an_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     before = model.kernel[...]
     tx = lenient(ols.loss_scale_optimizer(optax.sgd(0.5), use_ema=True))
@@ -374,7 +374,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_keras_refuses_is_refused(options, message):
+def test_settings_that_keras_refuses_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ols.loss_scale_optimizer(optax.sgd(0.1), **options)
 
@@ -390,13 +390,13 @@ def test_what_keras_refuses_is_refused(options, message):
         {"ema_momentum": None},
     ],
 )
-def test_the_wrong_kind_is_a_type_error(options):
+def test_a_setting_of_the_wrong_type_raises_a_type_error(options):
     (name,) = options
     with pytest.raises(TypeError, match=f"`{name}` must be"):
         ols.loss_scale_optimizer(optax.sgd(0.1), **options)
 
 
-def test_an_inner_optimizer_that_is_none_is_refused():
+def test_an_inner_optimizer_of_the_wrong_type_is_refused():
     with pytest.raises(TypeError, match="`inner_optimizer` must be an optimizer"):
         ols.loss_scale_optimizer(optax.sgd)
 
@@ -411,7 +411,7 @@ def test_missing_params_are_named(options):
         tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
 
 
-def test_ema_params_without_an_average_says_what_to_pass():
+def test_without_an_average_ema_params_says_what_to_pass():
     tx = ols.loss_scale_optimizer(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"got 0.*use_ema=True"):
         ols.ema_params(tx.init(jnp.ones(1)))
@@ -420,14 +420,14 @@ def test_ema_params_without_an_average_says_what_to_pass():
         ols.ema_params([tx.init(jnp.ones(1)), tx.init(jnp.ones(1))])
 
 
-def test_finalize_params_without_an_average_gives_the_parameters():
+def test_without_an_average_finalize_params_returns_the_parameters():
     params = {"w": jnp.ones(2)}
     opt_state = ols.loss_scale_optimizer(optax.sgd(0.1)).init(params)
     assert ols.finalize_params(params, opt_state) is params
 
 
-def test_a_learning_rate_may_be_a_function_without_a_signature():
-    rate = functools.partial(max, 0.25)  # The step, but from the first on.
+def test_the_learning_rate_can_be_a_function_without_a_signature():
+    rate = functools.partial(max, 0.25)  # The step, and 0.25 for step 0.
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(rate)
     tx = ols.loss_scale_optimizer(
@@ -441,12 +441,12 @@ def test_a_learning_rate_may_be_a_function_without_a_signature():
     assert updates.tolist() == [-0.125]
 
 
-def test_finalize_params_refuses_what_is_no_optimizer_state():
+def test_finalize_params_refuses_a_tree_without_an_optimizer_state():
     with pytest.raises(ValueError, match="must hold a LossScaleState"):
         ols.finalize_params(jnp.ones(1), jnp.ones(1))
 
 
-def test_frozen_parameters_are_left_out_by_partition_and_keep_their_value():
+def test_parameters_frozen_by_partition_keep_their_value():
     tx = optax.partition(
         {
             "train": ols.loss_scale_optimizer(
@@ -465,7 +465,7 @@ def test_frozen_parameters_are_left_out_by_partition_and_keep_their_value():
     assert ols.finalize_params(params, opt_state) == {"w": 0.5, "frozen": 7.0}
 
 
-def test_finalize_params_refuses_what_are_not_its_parameters():
+def test_finalize_params_refuses_parameters_of_another_structure_or_shape():
     tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
     opt_state = tx.init(jnp.ones(2))
     with pytest.raises(ValueError, match="`params` must have the tree structure of"):
@@ -474,8 +474,8 @@ def test_finalize_params_refuses_what_are_not_its_parameters():
         ols.finalize_params(jnp.ones(5), opt_state)
 
 
-def test_a_missing_gradient_is_missing_under_accumulation_too():
-    # optax.MultiSteps alone fails on it.
+def test_a_gradient_can_be_missing_under_accumulation():
+    # optax.MultiSteps itself fails on it.
     tx = lenient(ols.loss_scale_optimizer(optax.sgd(1.0), **ALL, initial_scale=1.0))
     params = {"used": jnp.ones(1), "unused": jnp.ones(1)}
     opt_state = tx.init(params)
@@ -503,7 +503,7 @@ def test_an_injected_learning_rate_reaches_the_weight_decay_under_jit():
     assert update(jnp.zeros(1), opt_state, params)[0] == -0.25
 
 
-def test_another_setting_that_is_traced_is_refused_by_name():
+def test_a_traced_setting_other_than_the_learning_rate_is_refused_by_name():
     @jax.jit
     def build(limit):
         ols.loss_scale_optimizer(optax.sgd(0.1), clipnorm=limit)
@@ -512,7 +512,7 @@ def test_another_setting_that_is_traced_is_refused_by_name():
         build(1.0)
 
 
-def test_a_schedule_without_argument_is_refused():
+def test_a_schedule_without_an_argument_is_refused():
     with pytest.raises(
         TypeError, match=r"`learning_rate` must be .* function of the s"
     ):

@@ -1,8 +1,9 @@
-"""What went wrong in other loss scalers, each as a test of its name.
+"""Known bugs of other loss scalers, each with a test that it cannot happen here.
 
 First those of JAX: jmp, Flax's DynamicScale, mpx, optax.apply_if_finite, Haiku's
 example. Then those of PyTorch, apex, Keras, TensorFlow, MindSpore, Megatron-LM,
-DeepSpeed, fairseq and others. What cannot happen here has a line that says why.
+DeepSpeed, fairseq and others. The numbers are those of the list that was gathered
+first. A comment stands for a bug that another file tests, or that is impossible here.
 """
 
 import pickle
@@ -65,7 +66,9 @@ def multi_steps(inner, count):
 
 @pytest.mark.parametrize("grads_dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("params_dtype", [jnp.float16, jnp.float32])
-def test_jax_02_gradients_and_parameters_of_different_dtypes(grads_dtype, params_dtype):
+def test_jax_02_gradients_and_parameters_can_have_different_dtypes(
+    grads_dtype, params_dtype
+):
     params = jax.tree.map(lambda p: p.astype(params_dtype), PARAMS)
     tx = ols.loss_scaled(adam(), RULE)
     state = tx.init(params)
@@ -103,7 +106,7 @@ def test_jax_10_clipping_does_not_hide_an_infinity(clip):
     assert ols.get_loss_scale(state) == 2.0**14
 
 
-def test_jax_11_counts_and_schedules_stand_still_on_a_skip():
+def test_jax_11_counts_and_schedules_do_not_advance_on_a_skipped_step():
     schedule = optax.linear_schedule(1.0, 0.0, 10)
     tx = ols.loss_scaled(lenient(optax.adamw(schedule)), RULE)
     state = tx.init(PARAMS)
@@ -115,7 +118,7 @@ def test_jax_11_counts_and_schedules_stand_still_on_a_skip():
             assert not any(np.any(x) for x in jax.tree.leaves(leaf))
 
 
-def test_jax_12_however_many_skips_in_a_row_no_nan_is_accepted():
+def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
     tx = ols.loss_scaled(SGD, RULE)
 
     def step(carry, _):
@@ -134,7 +137,7 @@ def test_jax_12_however_many_skips_in_a_row_no_nan_is_accepted():
 # makes infinite: `tests/scaling/test_scaling.py`.
 
 
-def test_jax_15_no_weak_type_costs_a_second_compilation():
+def test_jax_15_weak_types_do_not_cause_a_second_compilation():
     tx = ols.loss_scaled(adam(), RULE)
     update = jax.jit(tx.update)
     state = tx.init(PARAMS)
@@ -157,7 +160,7 @@ def test_jax_17_with_x64_on_every_counter_keeps_its_dtype():
     assert {str(dtype) for dtype in dtypes} == {"float32", "int32", "bool"}
 
 
-def test_jax_18_no_scale_has_a_reciprocal_of_zero():
+def test_jax_18_the_reciprocal_of_a_scale_is_never_zero():
     with pytest.raises(ValueError, match=r"from 2\*\*-126 to 2\*\*126"):
         ols.static_loss_scale(2.0**127)
     rule = ols.dynamic_loss_scale(2.0**126, growth_interval=1, max_scale=2.0**126)
@@ -178,7 +181,7 @@ def test_jax_19_a_scale_never_falls_to_zero():
         ols.dynamic_loss_scale(min_scale=0.0)
 
 
-def test_jax_20_float8_gradients_and_leaves_that_are_overwritten():
+def test_jax_20_float8_overflow_is_seen_and_overwritten_leaves_are_not_unscaled():
     overflowed = jnp.asarray([1e9], jnp.float32).astype(jnp.float8_e4m3fn)
     assert not ols.all_finite(overflowed)
     grads = {"w": jnp.full(2, SCALE), "_overwrite_with_gradient": jnp.ones(2)}
@@ -188,7 +191,7 @@ def test_jax_20_float8_gradients_and_leaves_that_are_overwritten():
     assert updates["w"].tolist() == updates["_overwrite_with_gradient"].tolist()
 
 
-def test_jax_21_leaves_that_are_no_floats_count_as_finite():
+def test_jax_21_leaves_that_are_not_floating_count_as_finite():
     tree = [None, optax.MaskedNode(), np.zeros(2, jax.dtypes.float0), jnp.arange(3), []]
     assert ols.all_finite(tree)
     assert not ols.all_finite(jnp.asarray([1 + 1j * jnp.nan]))
@@ -218,7 +221,7 @@ def test_jax_24_a_state_can_be_donated_from_the_first_step_on():
     jax.jit(tx.update, donate_argnums=1)(SCALED, state, PARAMS)
 
 
-def test_jax_25_batch_statistics_can_be_kept_on_a_skip():
+def test_jax_25_batch_statistics_can_be_kept_on_a_skipped_step():
     tx = ols.loss_scaled(SGD, RULE)
     _, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
     kept = optax.tree.where(
@@ -239,7 +242,7 @@ def test_jax_27_states_survive_every_serialization():
     assert_same_bits(flax.serialization.from_bytes(tx.init(PARAMS), data), state)
 
 
-def test_jax_28_a_parameter_may_be_called_loss_scale():
+def test_jax_28_a_parameter_can_be_called_loss_scale():
     params = {"loss_scale": jnp.ones(2), "dynamic": {"loss_scale": jnp.ones(2)}}
     tx = ols.loss_scaled(adam(), RULE)
     assert ols.get_loss_scale(tx.init(params)) == SCALE
@@ -253,7 +256,7 @@ def test_jax_29_a_train_state_that_passes_no_extra_arguments_works():
     np.testing.assert_array_equal(train_state.params["w"], PARAMS["w"] - GRADS["w"])
 
 
-def test_jax_30_init_works_on_shapes_alone():
+def test_jax_30_init_works_on_abstract_shapes():
     tx = ols.loss_scaled(adam(), RULE)
     shapes = jax.eval_shape(lambda: PARAMS)
     abstract = jax.eval_shape(tx.init, shapes)
@@ -261,7 +264,7 @@ def test_jax_30_init_works_on_shapes_alone():
 
 
 # 31, scales that drift apart under pmap: `tests/integration/test_devices.py`.
-# Without `axis_name` they do: nothing in a pmapped function can tell.
+# Without `axis_name` they do, as nothing in a pmapped function can detect it.
 
 
 # 32, settings in the state, each value of which compiles anew: they are closed over,
@@ -314,7 +317,7 @@ def test_other_06_each_micro_batch_is_unscaled_by_its_own_scale():
     np.testing.assert_array_equal(params["w"], PARAMS["w"] - GRADS["w"])
 
 
-def test_other_07_a_growth_that_the_cap_refuses_starts_the_count_anew():
+def test_other_07_growth_that_the_cap_prevents_restarts_the_count():
     rule = ols.dynamic_loss_scale(SCALE, growth_interval=2, max_scale=SCALE)
     state = rule.adjust(rule.adjust(rule.init(), True), True)
     assert (state.loss_scale, state.rule_state.growth_count) == (SCALE, 0)
@@ -327,7 +330,7 @@ def test_other_07_a_growth_that_the_cap_refuses_starts_the_count_anew():
 # `tests/scaling/test_state.py`.
 
 
-def test_other_10_a_disabled_scaler_changes_nothing_and_has_no_state_to_lose():
+def test_other_10_a_disabled_scaler_changes_nothing_and_has_no_state_dict():
     tx = ols.loss_scaled(SGD, ols.presets.torch(enabled=False))
     state = tx.init(PARAMS)
     updates, _ = tx.update(GRADS, state, PARAMS)
@@ -339,20 +342,20 @@ def test_other_10_a_disabled_scaler_changes_nothing_and_has_no_state_to_lose():
 # 12, hysteresis, which spares the scale a bad batch: `tests/scaling/test_rules.py`.
 
 
-def test_other_13_no_gradients_at_all_are_finite():
+def test_other_13_an_empty_tree_of_gradients_is_finite():
     tx = ols.loss_scaled(SGD, RULE)
     updates, state = tx.update({}, tx.init({}), {})
     assert (updates, state.loss_scale_state.total_notfinite) == ({}, 0)
 
 
-def test_other_14_a_fixed_scale_skips_unless_told_not_to():
+def test_other_14_a_static_scale_skips_unless_told_not_to():
     for skips in (True, False):
         tx = ols.loss_scaled(SGD, ols.static_loss_scale(SCALE, skip_nonfinite=skips))
         updates, _ = tx.update(BAD, tx.init(PARAMS), PARAMS)
         assert np.isfinite(updates["w"]).all() == skips
 
 
-def test_other_15_bfloat16_needs_no_scale_and_takes_one():
+def test_other_15_bfloat16_gradients_can_be_scaled():
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), SCALED)
     tx = ols.loss_scaled(SGD, RULE)
     updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -388,13 +391,13 @@ def test_other_19_every_counter_is_in_the_state_that_is_saved():
     assert restored.rule_state.hysteresis_count == 2
 
 
-def test_other_21_the_reported_loss_is_the_true_one():
+def test_other_21_the_reported_loss_is_unscaled():
     loss, _ = ols.scaled_value_and_grad(lambda x: jnp.sum(x), RULE.init())(jnp.ones(3))
     assert loss == 3
 
 
-# 22, feeding a skipped batch again: the loop's choice, by `last_finite`.
-# 23, settings read from the wrong place: each preset is held to recorded trajectories.
+# 22, a skipped batch that is fed again: the loop decides that, by `last_finite`.
+# 23, settings read from the wrong place: presets must follow recorded trajectories.
 
 
 def test_other_24_weight_decay_is_neither_scaled_nor_flushed():
@@ -404,7 +407,7 @@ def test_other_24_weight_decay_is_neither_scaled_nor_flushed():
     np.testing.assert_allclose(updates["w"], -1e-6 * PARAMS["w"], rtol=1e-6)
 
 
-def test_other_25_factors_that_are_no_powers_of_two_stay_within_an_ulp():
+def test_other_25_factors_that_are_not_powers_of_two_stay_within_an_ulp():
     rule = ols.dynamic_loss_scale(1000.0, growth_factor=1.5, growth_interval=1)
     state, expected = rule.init(), 1000.0
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The examples of the pages that people come from, and their recipes, as tests.
+"""The examples on the pages of other systems, and the recipes for them, as tests.
 
 Keras 3 and R's keras3, tf.keras, PyTorch's GradScaler and MindSpore's guide. The
 notebook 06_coming_from shows the same to read.
@@ -17,7 +17,7 @@ import optax_lossscale as ols
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    """As users have it."""
+    """Users have JAX's standard promotion."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -26,7 +26,7 @@ def square(var):
     return var**2
 
 
-def test_tf_keras_minimize_and_then_scaling_by_hand():
+def test_tf_keras_minimize_and_scaling_by_hand_give_the_values_of_the_page():
     # The page prints 0.5 after `minimize`, and 0.25 after the step by hand.
     rule = ols.presets.tf_keras()
     tx = ols.loss_scaled(optax.sgd(0.25), rule)
@@ -56,8 +56,8 @@ def test_tf_keras_get_unscaled_gradients_ignores_none():
     assert ols.all_finite(grads)
 
 
-def test_tf_keras_get_scaled_loss_of_a_callable():
-    # There a callable becomes a callable; here one differentiates it at once.
+def test_tf_keras_get_scaled_loss_can_be_given_a_callable():
+    # tf.keras scales a callable; here a function is differentiated instead.
     state = ols.static_loss_scale(2.0).init()
     get_scaled_loss = lambda loss_fn: lambda *args: ols.scale(loss_fn(*args), state)  # noqa: E731
     assert get_scaled_loss(lambda: jnp.float16(5.0))() == 10.0
@@ -75,7 +75,7 @@ def test_tf_keras_hyperparameters_are_read_and_set_on_the_inner_optimizer():
     assert np.isclose(optax.tree.get(opt_state, "b1"), 0.7)
 
 
-def test_keras_typically_skips_the_first_steps_of_a_high_scale():
+def test_the_first_steps_of_a_high_initial_scale_are_skipped_as_in_keras():
     # tf.keras's page: the first 2 to 15 steps are skipped, as the first scale is high.
     tx = ols.loss_scaled(optax.sgd(0.1), ols.presets.keras(2.0**24))
     weight = jnp.asarray(1.0)
@@ -103,14 +103,14 @@ def torch_page_batches():
 
 @ols.autocast
 def linear_loss(params, x, y, compensation=1.0):
-    """nn.Linear(10, 1) under autocast, MSELoss; times a constant as the page's own."""
+    """nn.Linear(10, 1) and MSELoss under autocast, times a constant as on the page."""
     return jnp.mean((x @ params["weight"] + params["bias"] - y) ** 2) * compensation
 
 
 LINEAR = {"weight": jnp.full((10, 1), 0.1), "bias": jnp.zeros(1)}
 
 
-def test_the_torch_page_s_loop():
+def test_the_training_loop_of_the_torch_page_works():
     tx = ols.loss_scaled(optax.sgd(1e-3), ols.presets.torch())
     params, opt_state = LINEAR, tx.init(LINEAR)
 
@@ -121,14 +121,14 @@ def test_the_torch_page_s_loop():
         return optax.apply_updates(params, updates), opt_state, loss
 
     plain = LINEAR
-    for _ in range(3):  # Epochs.
+    for _ in range(3):  # Three epochs.
         for x, y in torch_page_batches():
             params, opt_state, loss = step(params, opt_state, x, y)
             grads = jax.grad(linear_loss)(plain, x, y)
             plain = jax.tree.map(lambda p, g: p - 1e-3 * g, plain, grads)
     state = ols.find_loss_scale_state(opt_state)
     assert np.isfinite(loss)
-    # At 65536, as the page warns, the first steps overflow; then it settles.
+    # As the page warns, the first steps overflow at 65536; then none does.
     assert state.loss_scale == 65536.0 * 0.5 ** int(state.total_notfinite)
     assert state.rule_state.growth_count == 30 - state.total_notfinite
     assert state.total_notfinite <= 3
@@ -136,7 +136,7 @@ def test_the_torch_page_s_loop():
         np.testing.assert_allclose(ours, other, atol=0.02)
 
 
-def test_the_torch_page_s_compensation_overflows_at_65536_and_not_at_4096():
+def test_the_compensated_loss_of_the_torch_page_overflows_at_65536_but_not_at_4096():
     # A loss that multiplies itself by 100: gradients of 0.01 come to
     # 0.01 * 100 * 65536 = 65536, beyond float16; with 4096, to 4096.
     x, y = jnp.full((8, 10), 0.1), jnp.full((8, 1), 0.05)
@@ -169,7 +169,7 @@ def train_lenet(rule, level, epochs=2):
     images = np.float32(rng.normal(size=(32, 32, 32, 32, 1)))  # 32 batches of 32.
     labels = rng.integers(0, 10, size=(32, 32))
     model = LeNet5()
-    apply = ols.autocast(model.apply, level=level)  # As there, the loss in float32.
+    apply = ols.autocast(model.apply, level=level)  # The loss is in float32, as there.
     params = model.init(jax.random.key(0), images[0])
     tx = ols.loss_scaled(optax.sgd(0.01, momentum=0.9), rule)
 
@@ -205,7 +205,7 @@ MANAGERS = {
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_the_mindspore_page_s_lenet_under_both_managers(manager):
+def test_the_lenet_of_the_mindspore_page_trains_under_both_managers(manager):
     # amp_level="O0", float32; the page prints losses from 2.268 to 2.313 for ten
     # epochs on labels that are random: ln(10) is 2.303.
     rule, loss_scale = MANAGERS[manager]
@@ -216,7 +216,7 @@ def test_the_mindspore_page_s_lenet_under_both_managers(manager):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_the_mindspore_page_s_lenet_in_mixed_precision(level):
+def test_the_lenet_of_the_mindspore_page_trains_in_mixed_precision(level):
     # amp_level="O2" and "O3" with a dynamic manager, which finds its scale.
     rule, first = MANAGERS["dynamic"]
     losses, opt_state = train_lenet(rule, level)
@@ -226,7 +226,7 @@ def test_the_mindspore_page_s_lenet_in_mixed_precision(level):
     assert metrics["loss_scale"] == first * 0.25 ** int(metrics["total_notfinite"])
 
 
-def test_several_optimizers_under_one_scale_skip_alone_and_back_off_once():
+def test_optimizers_that_share_a_scale_skip_separately_and_back_off_once():
     # torch: test_grad_scaling_multiple. The scale of each `loss_scaled` is 1, as the
     # gradients that it is given are unscaled; it only skips.
     rule = ols.presets.torch(128.0, growth_interval=1)
@@ -255,9 +255,9 @@ def test_several_optimizers_under_one_scale_skip_alone_and_back_off_once():
     assert skipped == {"generator": 2, "critic": 1}
 
 
-def test_a_scale_of_its_own_for_each_loss():
-    # apex: num_losses, loss_id. One optimizer, which skips when any loss overflowed;
-    # each scale backs off for its own loss alone.
+def test_each_loss_can_have_a_scale_of_its_own():
+    # apex: num_losses, loss_id. One optimizer skips when any loss overflowed; each
+    # scale backs off only for its own loss.
     rule = ols.presets.apex(2.0**15, scale_window=2)
     states = [rule.init(), rule.init()]
     tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(1.0))
@@ -286,7 +286,7 @@ def test_a_scale_of_its_own_for_each_loss():
 
 
 def penalty_loss(params, state, loss_fn):
-    """The loss, plus the norm of its gradient, which is itself computed scaled."""
+    """The loss plus the norm of its gradient, which is computed with a loss scale."""
     scaled = jax.grad(lambda p: ols.scale(loss_fn(p), state))(params)
     grads = ols.unscale(scaled, state)
     return loss_fn(params) + optax.tree.norm(grads)
@@ -307,7 +307,7 @@ def test_a_gradient_penalty_is_exact():
 
 
 def test_a_gradient_penalty_survives_float16():
-    # tensorflow #48662, apex #654: there it collapses.
+    # tensorflow #48662, apex #654: there the penalty collapses.
     def loss_fn(params):
         weight = params.astype(jnp.float16) * jnp.float16(2.0**-14)
         return jnp.sum(weight.astype(jnp.float32) ** 2)
@@ -326,7 +326,7 @@ def test_a_gradient_penalty_survives_float16():
 
 
 @pytest.mark.parametrize("max_norm", [0.7, 1e6])
-def test_clipping_between_unscale_and_update(max_norm):
+def test_gradients_can_be_clipped_between_unscale_and_update(max_norm):
     # torch: unscale_, clip_grad_norm_, step. Inside the wrapper, or by hand.
     grads = jnp.asarray([3.0, 4.0])
     tx = ols.loss_scaled(

@@ -1,4 +1,4 @@
-"""Every recorded trajectory of the real systems, replayed; see data/README.md."""
+"""Replays every recorded trajectory of the real systems; see data/README.md."""
 
 import json
 import pathlib
@@ -26,10 +26,10 @@ PRESETS = {
     "tf_keras": ols.presets.tf_keras,
     "torch": ols.presets.torch,
 }
-# Said of the recording, and no setting of the rule.
+# Options of the recording that are not settings of the rule.
 NO_SETTING = {"apex": ["loss_scale"], "deepspeed": ["raise_error_at_min_scale"]}
 SCALES = {"mindspore": ["manager_scale", "amp_scale", "cell_scale"]}
-# The system's counter of finite steps, where it means what ours does.
+# The system's counter of finite steps, where it counts as `growth_count` does.
 COUNTERS = {
     "apex": "unskipped",
     "flax": "counter",
@@ -47,7 +47,7 @@ def read(name):
 
 
 def steps_inside(scales):
-    """How many steps the real system stays where float32 scales are usable."""
+    """Number of steps for which the recorded scales are usable in float32."""
     inside = (scales > 2.0**-126) & (scales < 2.0**126)
     return len(scales) if inside.all() else int(np.argmin(inside))
 
@@ -63,14 +63,14 @@ TRACES = [
 ]
 
 
-def test_every_file_of_the_data_is_replayed():
+def test_every_recorded_file_is_replayed():
     replayed = {f"{system}_scale" for system in PRESETS}
     replayed |= {"keras_optimizer", "tf_keras_optimizer", "torch_optimizer"}
     assert {path.stem for path in DATA.glob("*.json")} == replayed
 
 
 @pytest.mark.parametrize(("system", "trace"), TRACES)
-def test_a_preset_follows_its_system(system, trace):
+def test_the_scale_of_a_preset_follows_its_system(system, trace):
     config = dict(trace["config"])
     for name in NO_SETTING.get(system, []):
         del config[name]
@@ -97,7 +97,7 @@ def test_a_preset_follows_its_system(system, trace):
 INNER = {
     "sgd": lambda learning_rate, momentum=None: optax.sgd(learning_rate, momentum),
     "sgd_momentum": optax.sgd,
-    # The epsilon of each system; it enters where the systems differ anyway.
+    # The epsilon of the systems, which also differ in where it enters.
     "adam": lambda learning_rate: optax.adam(learning_rate, eps=1e-7),
     "adamw": optax.adamw,
 }
@@ -121,7 +121,7 @@ def arrays(lists, shapes):
 
 
 class Run:
-    """A recorded trajectory beside one of ours."""
+    """Replays a recorded trajectory with an optimizer of this package."""
 
     def __init__(self, trajectory, tx):
         self.shapes = trajectory["shapes"]
@@ -183,7 +183,7 @@ def test_loss_scale_optimizer_follows_keras(trajectory):
 
 
 @pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
-def test_the_preset_follows_tf_keras(trajectory):
+def test_parameters_and_scale_follow_tf_keras(trajectory):
     inner = INNER[trajectory["inner"]](**trajectory["inner_kwargs"])
     if "global_clipnorm" in trajectory["options"]:
         clip = optax.clip_by_global_norm(trajectory["options"]["global_clipnorm"])
@@ -217,7 +217,7 @@ def torch_inner(trajectory):
     "trajectory",
     [t for t in trajectories("torch") if "two_optimizers" not in t.id],
 )
-def test_the_preset_follows_torch(trajectory):
+def test_parameters_and_scale_follow_torch(trajectory):
     rule = ols.presets.torch(**trajectory["config"])
     run = Run(trajectory, ols.loss_scaled(torch_inner(trajectory), rule))
     window = trajectory["options"].get("accumulate", 1)

@@ -1,4 +1,4 @@
-"""Each system's rule under its own names: defaults, refusals, and the odd rules."""
+"""Each system's rule under its own names: initial scales, refusals, special cases."""
 
 import inspect
 
@@ -40,8 +40,8 @@ def scales(rule, history, state=None):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_the_first_scale_is_that_of_the_system(name):
-    # All defaults: `tests/docs/test_api.py`, as each system's own source spells them.
+def test_the_initial_scale_is_that_of_the_system(name):
+    # All names and defaults are in `tests/docs/test_api.py`, as each source has them.
     assert getattr(presets, name)().init().loss_scale == FIRST[name]
 
 
@@ -59,7 +59,7 @@ def test_every_preset_documents_itself(name):
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_the_type_of_a_state_never_changes(name):
+def test_the_types_in_a_state_never_change(name):
     rule = getattr(presets, name)()
     state = rule.init()
     for finite in (True, False):
@@ -69,7 +69,8 @@ def test_the_type_of_a_state_never_changes(name):
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_no_preset_reaches_zero_or_infinity(name):
-    # Keras: zero after some 165 nonfinite steps, then NaN parameters; infinity, stuck.
+    # Keras reaches zero after some 165 nonfinite steps, and then NaN parameters; or
+    # infinity, where it stays.
     interval = {
         "torch": "growth_interval",
         "keras": "dynamic_growth_steps",
@@ -89,13 +90,13 @@ def test_no_preset_reaches_zero_or_infinity(name):
 
 
 def test_torch_refuses_growth_that_float32_does_not_hold():
-    # Its own test, test_grad_scale_will_not_overflow; growth by 2**16 from 2**120
-    # would be infinite, so the scale stays, and is not cut off at the top.
+    # As in torch's test_grad_scale_will_not_overflow: growth by 2**16 from 2**120
+    # would be infinite, so the scale stays as it is.
     rule = presets.torch(2.0**120, growth_factor=2.0**16, growth_interval=1)
     assert scales(rule, [True] * 3) == [2.0**120] * 3
 
 
-def test_torch_starts_the_count_again_when_growth_is_refused():
+def test_torch_restarts_the_count_when_growth_is_refused():
     rule = presets.torch(2.0**120, growth_factor=2.0**16, growth_interval=3)
     state = rule.init()
     counts = []
@@ -106,18 +107,18 @@ def test_torch_starts_the_count_again_when_growth_is_refused():
 
 
 def test_flax_grows_one_finite_step_late():
-    # Flax's own deleted test: growth_interval=2, growth on the third finite step.
+    # From a test that Flax deleted: with growth_interval=2 it grows on the third.
     rule = presets.flax(2.0**16, growth_interval=2)
     history = [False, False, True, True, True, False]
     expected = [32768, 16384, 16384, 16384, 32768, 16384]
     assert scales(rule, history) == expected
 
 
-def test_jmp_may_start_below_its_floor():
+def test_jmp_can_start_below_its_floor():
     assert scales(presets.jmp(8.0, min_loss_scale=16.0), [True, False]) == [8.0, 16.0]
 
 
-def test_apex_clamps_its_first_scale():
+def test_apex_clamps_its_initial_scale():
     assert presets.apex(2.0**20, max_loss_scale=256.0).init().loss_scale == 256.0
 
 
@@ -180,7 +181,7 @@ def test_fairseq_tolerance_is_a_share_of_the_steps_since_the_last_rescale():
 
 
 def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
-    # fairseq raises FloatingPointError there, having put the scale back.
+    # There fairseq restores the scale and raises FloatingPointError.
     rule = presets.fairseq(1.0, min_loss_scale=0.25)
     assert scales(rule, [False] * 4) == [0.5, 0.5, 0.5, 0.5]
     state = rule.init()
@@ -190,7 +191,7 @@ def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
         ols.raise_if_stalled(state)
 
 
-def test_the_fixed_rules_that_check_nothing_let_nan_through():
+def test_fixed_rules_that_never_skip_let_nan_through():
     for rule in (
         presets.mindspore_fixed(1024.0, drop_overflow_update=False),
         presets.tf_keras(dynamic=False, initial_scale=1024.0),
@@ -209,12 +210,12 @@ def test_mindspore_fixed_drops_an_overflowing_update():
     assert ols.get_loss_scale(state) == 128.0
 
 
-def test_a_disabled_torch_scaler_is_no_loss_scale():
+def test_a_disabled_torch_scaler_equals_no_loss_scale():
     assert presets.torch(enabled=False) == ols.no_loss_scale()
 
 
 @pytest.mark.parametrize("floor", [0, 0.0, None])
-def test_a_floor_of_zero_or_none_is_no_floor(floor):
+def test_a_floor_of_zero_or_none_means_that_there_is_no_floor(floor):
     for rule in (
         presets.flax(TINY * 4, minimum_scale=floor),
         presets.apex(TINY * 4, min_loss_scale=floor),
@@ -264,7 +265,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
-def test_what_is_refused_is_named_as_the_system_names_it(name, settings, message):
+def test_errors_name_settings_as_the_system_does(name, settings, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
         getattr(presets, name)(**settings)
 
@@ -282,7 +283,7 @@ WRONG_KIND = [
 
 
 @pytest.mark.parametrize(("name", "settings"), WRONG_KIND)
-def test_the_wrong_kind_is_a_type_error(name, settings):
+def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
     (key,) = settings
     with pytest.raises(TypeError, match=f"`{key}` must be"):
         getattr(presets, name)(**settings)

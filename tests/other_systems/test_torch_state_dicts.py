@@ -1,4 +1,4 @@
-"""State dicts of PyTorch's GradScaler, read and written."""
+"""Reading and writing state dicts of PyTorch's GradScaler."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ STATE_DICT = {
 }
 
 
-def test_a_torch_run_continues_here_growth_tracker_included():
+def test_a_run_of_torch_continues_here_with_its_growth_tracker():
     rule, state = presets.from_torch_state_dict(STATE_DICT)
     history = [True, True, True, True, False]
     scales = states_after(rule, history, state).loss_scale.tolist()
@@ -36,13 +36,13 @@ def test_a_run_goes_to_torch_and_back_unchanged():
     assert {type(value) for value in state_dict.values()} == {float, int}
 
 
-def test_a_state_dict_of_arrays_is_read_as_well():
+def test_a_state_dict_can_hold_arrays():
     arrays = {key: np.asarray(value) for key, value in STATE_DICT.items()}
     state = presets.from_torch_state_dict(arrays)[1]
     assert (state.loss_scale, state.rule_state.growth_count) == (1024.0, 2)
 
 
-def test_a_whole_optimizer_state_goes_to_torch():
+def test_a_state_dict_can_be_made_from_a_whole_optimizer_state():
     tx = ols.loss_scaled(None, presets.torch(8.0, growth_interval=5))
     opt_state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)))[1]
     state_dict = presets.to_torch_state_dict(opt_state, growth_interval=5)
@@ -73,12 +73,12 @@ def test_a_state_dict_out_of_range_is_refused_by_name(key, value):
         presets.from_torch_state_dict({**STATE_DICT, key: value})
 
 
-def test_only_the_state_of_a_dynamic_rule_goes_to_torch():
+def test_a_state_dict_cannot_be_made_from_the_state_of_a_static_rule():
     with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
         presets.to_torch_state_dict(ols.static_loss_scale(8.0).init())
 
 
-def test_the_optimizer_of_a_loaded_rule_starts_where_torch_left_off():
+def test_an_optimizer_with_a_loaded_rule_continues_where_torch_stopped():
     rule, state = presets.from_torch_state_dict(STATE_DICT)
     tx = ols.loss_scaled(None, rule)
     opt_state = tx.init(jnp.ones(1))
@@ -87,19 +87,19 @@ def test_the_optimizer_of_a_loaded_rule_starts_where_torch_left_off():
     assert ols.get_loss_scale(tx.update(grads, opt_state)[1]) == 4096.0
 
 
-def test_the_state_of_a_rule_that_counts_otherwise_does_not_go_to_torch():
+def test_a_state_dict_cannot_be_made_from_the_state_of_deepspeed():
     with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
         presets.to_torch_state_dict(presets.deepspeed().init())
 
 
-def test_an_optimizer_of_torch_refuses_the_state_of_deepspeed():
+def test_an_optimizer_with_the_rule_of_torch_refuses_a_state_of_deepspeed():
     state = ols.loss_scaled(None, presets.deepspeed()).init(jnp.ones(1))
     with pytest.raises(ValueError, match="must be a LossScaledState of this"):
         ols.loss_scaled(None, presets.torch()).update(jnp.ones(1), state)
 
 
 @pytest.mark.parametrize("value", [None, [1, 2], np.ones(2)])
-def test_a_state_dict_of_the_wrong_kind_is_refused_by_name(value):
+def test_a_state_dict_of_the_wrong_type_is_refused_by_name(value):
     with pytest.raises(TypeError, match="`scale` must be"):
         presets.from_torch_state_dict({**STATE_DICT, "scale": value})
     with pytest.raises(TypeError, match="`state_dict` must be a mapping"):

@@ -1,4 +1,4 @@
-"""Bounds of the loss scale, fixed and scheduled, and other laws of every rule."""
+"""Fixed and scheduled bounds of the loss scale, and other laws of every rule."""
 
 import math
 
@@ -22,7 +22,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
-def test_the_type_of_a_state_never_changes(rule):
+def test_the_types_in_a_state_never_change(rule):
     state = rule.init()
     for adjust in (rule.adjust, jax.jit(rule.adjust)):
         after = adjust(state, True, 1.0)
@@ -32,7 +32,7 @@ def test_the_type_of_a_state_never_changes(rule):
 
 @pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
-def test_a_skipped_step_changes_no_bit_but_the_rule_s(rule, value):
+def test_a_skipped_step_changes_only_the_state_of_the_rule(rule, value):
     params = {"w": jnp.ones((2, 3)), "b": jnp.asarray([0.5, -0.0])}
     tx = ols.loss_scaled(adam(), rule)
     update = jax.jit(tx.update)
@@ -49,7 +49,7 @@ def rising_floor(step):
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_a_floor_may_be_a_schedule_of_the_steps_before(make):
+def test_the_floor_can_be_a_schedule_of_the_steps_taken_so_far(make):
     rule = make(2.0, min_scale=rising_floor, max_scale=2.0**20)
     trace = scales_after(rule, [INF] * 5)
     assert trace[:3] == [1.0] * 3
@@ -57,7 +57,7 @@ def test_a_floor_may_be_a_schedule_of_the_steps_before(make):
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_a_scheduled_floor_holds_on_a_finite_step_too(make):
+def test_a_scheduled_floor_also_holds_on_a_finite_step(make):
     rule = make(2.0, min_scale=lambda step: jnp.float32(2.0**12), max_scale=2.0**12)
     assert scales_after(rule, [2.0**-20]) == [2.0**12]
 
@@ -67,13 +67,13 @@ def powers(step):
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_where_a_scheduled_floor_crosses_the_cap_the_cap_wins(make):
+def test_the_cap_wins_where_a_scheduled_floor_exceeds_it(make):
     rule = make(2.0, min_scale=powers, max_scale=8.0)
     assert scales_after(rule, [INF] * 6) == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_a_cap_may_be_a_schedule_of_optax(make):
+def test_the_cap_can_be_a_schedule_of_optax(make):
     cap = optax.piecewise_constant_schedule(2.0**10, {2: 2.0**-5})
     with jax.numpy_dtype_promotion("standard"):  # As Optax needs.
         rule = make(2.0**15, min_scale=1.0, max_scale=cap)
@@ -89,7 +89,7 @@ def test_bounds_are_rounded_inward_to_powers_of_two(name):
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, INF])
-def test_a_schedule_never_takes_the_scale_out_of_its_range(make, value):
+def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make, value):
     rule = make(2.0, min_scale=lambda step: value, max_scale=lambda step: value)
     for magnitude in (1.0, INF):
         [scale] = scales_after(rule, [magnitude])
@@ -97,13 +97,13 @@ def test_a_schedule_never_takes_the_scale_out_of_its_range(make, value):
 
 
 @pytest.mark.parametrize("make", RULES.values())
-def test_a_schedule_may_give_an_integer(make):
+def test_a_schedule_can_return_an_integer(make):
     rule = make(2.0**10, max_scale=lambda count: 16)
     assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
 
 
 @pytest.mark.parametrize("make", RULES.values())
-def test_bounds_are_those_of_float32_in_x64_too(make):
+def test_bounds_are_rounded_to_float32_in_x64_too(make):
     with enable_x64(True):
         cap = jnp.asarray(16.0, jnp.float64)
         rule = make(2.0**10, max_scale=lambda count: cap)
@@ -114,7 +114,7 @@ def test_bounds_are_those_of_float32_in_x64_too(make):
     assert state.loss_scale == 8
 
 
-def test_a_schedule_must_give_one_number():
+def test_a_schedule_must_return_one_number():
     message = "`min_scale` must be a schedule that gives"
     for value in (jnp.ones(2), (1.0, 2.0)):
         with pytest.raises(ValueError, match=message):

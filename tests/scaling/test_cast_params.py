@@ -19,7 +19,7 @@ def dtypes(tree):
     }
 
 
-def test_layers_are_cast_and_normalization_is_not_in_linen():
+def test_in_linen_every_layer_but_normalization_is_cast():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -38,7 +38,7 @@ def test_layers_are_cast_and_normalization_is_not_in_linen():
     assert len(found) == 4 + 2 + 2 + 2 + 1 + 2
 
 
-def test_normalization_is_known_by_its_class_in_equinox_and_nnx():
+def test_in_equinox_and_nnx_normalization_is_recognized_by_its_class():
     key = jax.random.key(0)
     model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=key), eqx.nn.LayerNorm(2)])
     half = ols.cast_params(model)
@@ -80,13 +80,13 @@ def test_normalization_is_known_by_its_class_in_equinox_and_nnx():
         ("linear", False),
     ],
 )
-def test_names_of_normalization_layers(path, is_kept):
+def test_normalization_is_recognized_by_the_names_of_parameters(path, is_kept):
     params = {path: {"w": jnp.ones(2)}}
     dtype = ols.cast_params(params)[path]["w"].dtype
     assert dtype == (jnp.float32 if is_kept else jnp.float16)
 
 
-def test_keep_decides_by_path_and_leaf():
+def test_keep_is_called_with_path_and_leaf():
     params = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "norm": jnp.ones((2, 2))}
     half = ols.cast_params(params, jnp.bfloat16, keep=lambda path, leaf: leaf.ndim < 2)
     assert dtypes(half) == {"a/b": "float32", "a/w": "bfloat16", "norm": "bfloat16"}
@@ -94,7 +94,7 @@ def test_keep_decides_by_path_and_leaf():
     assert dtypes(half) == {"a/b": "float16", "a/w": "float32", "norm": "float16"}
 
 
-def test_what_is_no_half_or_float32_passes_through():
+def test_leaves_of_other_dtypes_pass_through():
     params = {
         "i": jnp.arange(2),
         "c": jnp.ones(2, jnp.complex64),
@@ -109,7 +109,7 @@ def test_what_is_no_half_or_float32_passes_through():
     assert half == {name: leaf for name, leaf in params.items() if name != "h"}
 
 
-def test_the_way_back_and_what_is_refused():
+def test_parameters_can_be_cast_back_to_float32_but_not_to_int32():
     params = {"w": jnp.float32([1.0, 0.1])}
     back = ols.cast_params(ols.cast_params(params), jnp.float32)
     np.testing.assert_array_equal(back["w"], np.float32(np.float16(params["w"])))

@@ -1,4 +1,4 @@
-"""What the compiled program moves: one more read of the gradients, and no copies."""
+"""The compiled step reads the gradients once more, and copies nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
     bare = lenient(OPTIMIZERS[name])
     plain = compiled_step(bare, dtype, cast=True)
     scaled = compiled_step(ols.loss_scaled(bare), dtype, cast=False)
-    # On a CPU the check's bools are written and read: a byte an entry, of all leaves of
-    # one shape together.
+    # On a CPU the check's bools are written and read: one byte an entry, and once for
+    # all leaves of one shape.
     read = LEAVES * SIZE * jnp.dtype(dtype).itemsize + 2 * SIZE
     if name == "adamw, clipped" and dtype == jnp.float32:
         # XLA stores the unscaled gradients, which norm and update both read.
@@ -67,8 +67,8 @@ def test_headroom_reads_the_gradients_no_more_often_than_the_classic_rule():
         compiled_step(ols.loss_scaled(bare, rule), jnp.float16, cast=False)
         for rule in (ols.dynamic_loss_scale(), ols.headroom_loss_scale())
     )
-    # Magnitudes are 4 bytes where bools are one, written and read for one leaf of six;
-    # and the histories are some kilobytes, moved a few times.
+    # A magnitude has 4 bytes where a bool has one, written and read for one leaf of
+    # six. The histories have some kilobytes, which are moved a few times.
     more = 2 * 3 * SIZE + 80_000
     expected = classic.cost_analysis()["bytes accessed"]
     assert headroom.cost_analysis()["bytes accessed"] <= expected + more

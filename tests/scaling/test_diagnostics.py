@@ -1,4 +1,4 @@
-"""What overflowed and what underflowed, against NumPy, over the range of each dtype."""
+"""Diagnostics of overflow and underflow against NumPy, over the range of each dtype."""
 
 import io
 import math
@@ -36,7 +36,7 @@ def all_values(dtype):
 
 
 def float32_values():
-    """Bits drawn at random, and every kind of edge."""
+    """Random bits, subnormal numbers, and special values."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
     subnormal = np.arange(2**12, dtype=np.uint32)
@@ -46,7 +46,7 @@ def float32_values():
 
 
 def as_float64(values):
-    with np.errstate(invalid="ignore"):  # Signalling NaNs.
+    with np.errstate(invalid="ignore"):  # For signalling NaNs.
         return values.astype(np.float64)
 
 
@@ -81,7 +81,7 @@ def test_the_histogram_is_exact_over_the_whole_range(dtype, low, high):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_split_number_is_the_number(dtype):
+def test_exponent_and_mantissa_multiply_to_the_number(dtype):
     values = values_of(dtype)
     wide = np.abs(as_float64(values))
     is_counted = np.isfinite(wide) & (wide > 0)
@@ -90,7 +90,7 @@ def test_a_split_number_is_the_number(dtype):
     np.testing.assert_array_equal(product[is_counted], wide[is_counted])
 
 
-def test_float64_is_split_as_float64():
+def test_the_histogram_of_float64_is_exact_over_its_whole_range():
     with enable_x64(True):
         bits = np.random.default_rng(0).integers(0, 2**63, 10_000, dtype=np.uint64)
         values = np.concatenate([bits.view("f8"), np.arange(99, dtype="u8").view("f8")])
@@ -104,7 +104,7 @@ def test_float64_is_split_as_float64():
 
 @pytest.mark.slow
 def test_counts_are_exact_above_two_to_the_24():
-    # A sum of ones in float32 ends there.
+    # A float32 sum of ones stops growing there.
     size = 2**24 + 3
     tree = {"many": jnp.full(size, 2.0**-30, jnp.float16), "few": jnp.ones(2)}
     assert diagnostics.exponent_histogram(tree).zero_count == size
@@ -125,7 +125,7 @@ def test_every_nan_and_infinity_is_counted(dtype):
     assert report["size"] == values.size
 
 
-def test_leaves_that_are_not_floating_are_passed_over():
+def test_leaves_that_are_not_floating_are_ignored():
     tree = {
         "int": jnp.arange(3),
         "none": None,
@@ -142,7 +142,7 @@ def test_leaves_that_are_not_floating_are_passed_over():
     assert diagnostics.underflow_fraction(tree) == 0
 
 
-def test_an_empty_tree_has_nothing_to_show():
+def test_an_empty_tree_has_an_empty_report_and_infinite_headroom():
     assert diagnostics.nonfinite_report({}) == {}
     assert diagnostics.underflow_fraction({}) == 0
     assert diagnostics.headroom_bits({}) == math.inf
@@ -163,10 +163,10 @@ TARGETS = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("exponent", [-30, -1, 0, 15, 100])
-def test_the_underflow_fraction_is_that_of_numpy(dtype, exponent):
+def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):
     values = float32_values()
     finite = values[np.isfinite(values) & (values != 0)].astype(np.float64)
-    # Products as float64, which holds them exactly, rounded once.
+    # float64 holds the products exactly, so they are rounded once.
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.ldexp(finite, exponent).astype(dtype)
     expected = np.mean(rounded.astype(np.float64) == 0)
@@ -177,7 +177,9 @@ def test_the_underflow_fraction_is_that_of_numpy(dtype, exponent):
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (1.0001, 0.0)])
-def test_a_tie_goes_to_zero_and_what_is_above_does_not(factor, expected):
+def test_half_the_smallest_subnormal_underflows_and_anything_larger_does_not(
+    factor, expected
+):
     tie = jnp.asarray([2.0**-25])
     assert diagnostics.underflow_fraction(tie, scale=factor) == expected
     assert diagnostics.underflow_fraction(tie / 3, scale=3.0) == 1
@@ -187,7 +189,7 @@ positive = st.floats(2.0**-120, 2.0**120, width=32)
 
 
 @given(st.lists(positive, min_size=1, max_size=5), st.integers(-20, 20))
-def test_headroom_and_suggested_scale_are_what_they_say(values, exponent):
+def test_headroom_is_exact_and_the_suggested_scale_leaves_its_margin(values, exponent):
     tree = [jnp.asarray([-value], jnp.float32) for value in values]
     scale = 2.0**exponent
     expected = math.log2(65504) - math.log2(max(values)) - exponent
@@ -199,25 +201,25 @@ def test_headroom_and_suggested_scale_are_what_they_say(values, exponent):
     assert math.frexp(suggested)[0] == 0.5
 
 
-def test_a_subnormal_largest_entry_is_no_zero():
+def test_a_subnormal_largest_entry_does_not_count_as_zero():
     tiny = jnp.asarray(np.float32(2.0**-140))
     assert diagnostics.headroom_bits(tiny) == pytest.approx(156, abs=1e-3)
     assert diagnostics.suggest_init_scale(tiny) == 2.0**126
 
 
 @pytest.mark.parametrize("tree", [jnp.zeros(3), [jnp.zeros(2), jnp.zeros(0)], []])
-def test_where_all_is_zero_there_is_all_room_and_the_default_is_suggested(tree):
+def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested(tree):
     assert diagnostics.headroom_bits(tree) == math.inf
     assert diagnostics.suggest_init_scale(tree) == 2.0**15
 
 
-def test_zeros_beside_other_entries_take_no_room():
+def test_zeros_beside_other_entries_do_not_change_the_headroom():
     tree = [jnp.zeros(2), jnp.asarray([0.0, 2.0**-130]), jnp.zeros(3)]
     assert diagnostics.headroom_bits(tree) == pytest.approx(146, abs=1e-3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_with_something_nonfinite_there_is_no_room_and_no_suggestion(value):
+def test_for_nonfinite_entries_headroom_is_minus_infinity_and_no_scale_fits(value):
     tree = [jnp.ones(2), jnp.asarray([1.0, value]), jnp.ones(3)]
     assert diagnostics.headroom_bits(tree) == -math.inf
     suggested = float(diagnostics.suggest_init_scale(tree))
@@ -261,7 +263,7 @@ def test_a_dtype_that_is_not_floating_is_refused(function):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_leaves_are_read_where_they_lie(axis_type):
+def test_diagnostics_can_read_sharded_leaves(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))
     leaf = jax.device_put(values, NamedSharding(mesh, P("data")))
@@ -273,16 +275,16 @@ def test_sharded_leaves_are_read_where_they_lie(axis_type):
         assert diagnostics.underflow_fraction(leaf) == 0
 
 
-def test_float64_holds_what_float32_does():
+def test_float32_values_do_not_underflow_in_float64():
     values = jnp.asarray([1e-9, 0.3, 1e-3])
     assert diagnostics.underflow_fraction(values, dtype=jnp.float64) == 0
 
 
-def test_a_number_is_split_as_an_array_is():
+def test_a_number_is_split_as_an_array_is_split():
     assert_same_bits(split_number(0.75), split(jnp.asarray(0.75)))
 
 
-def test_room_is_float32_also_of_float64():
+def test_headroom_of_float64_leaves_is_float32():
     with enable_x64(True):
         dtypes = (jnp.float16, jnp.float32, jnp.float64)
         tree = [jnp.asarray([3.0], dtype) for dtype in dtypes]
@@ -308,7 +310,7 @@ def test_a_report_of_an_ensemble_is_not_printed():
     ("scale", "message"),
     [(0.0, "must be positive"), (math.inf, "must be positive"), ([1.0], "one number")],
 )
-def test_a_scale_that_is_none_is_refused(scale, message):
+def test_an_unusable_scale_is_refused(scale, message):
     for function in (diagnostics.headroom_bits, diagnostics.underflow_fraction):
         with pytest.raises(ValueError, match=message):
             function(jnp.ones(1), scale=jnp.asarray(scale))

@@ -1,4 +1,4 @@
-"""Fault injection, in short; `python tests/tools/faults.py` does a million steps."""
+"""Short runs with faults; `python tests/tools/faults.py` runs a million steps."""
 
 import functools
 
@@ -14,9 +14,11 @@ from tools.faults import OPTIMIZERS, RULES, check, run
 import optax_lossscale as ols
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("sgd, momentum", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("rule", RULES)
-def test_no_fault_gets_through_and_every_count_is_right(rule, optimizer):
+def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule, optimizer):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         seen = run(RULES[rule], OPTIMIZERS[optimizer], 10_000)
     assert 0.01 < check(seen) < 0.2
@@ -26,7 +28,7 @@ DAMAGED = [0.0, -8.0, jnp.nan, jnp.inf, 2.0**127, 1e-45]
 
 
 def with_scale(opt_state, value):
-    """What a restored state with some bits flipped may be."""
+    """The state with another loss scale, as if some of its bits had flipped."""
     state = opt_state.loss_scale_state._replace(loss_scale=jnp.float32(value))
     return opt_state._replace(loss_scale_state=state)
 
@@ -40,7 +42,7 @@ def optimizer(rule):
 
 @pytest.mark.parametrize("value", DAMAGED)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_damaged_scale_is_never_used_and_is_mended_at_once(rule, value):
+def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):
     tx, update = optimizer(rule)
     params = {"w": jnp.ones(3)}
     _, sound = tx.update(params, tx.init(params), params)
@@ -49,7 +51,7 @@ def test_a_damaged_scale_is_never_used_and_is_mended_at_once(rule, value):
         updates, state = update(grads, damaged, params)
         assert_same_bits(optax.apply_updates(params, updates), params)
         assert_same_bits(state.inner_state, sound.inner_state)
-        # As if a step at the rule's first scale had overflowed.
+        # The rule restarts as if a step at its initial scale had overflowed.
         first = sound.loss_scale_state._replace(
             loss_scale=tx.init(params).loss_scale_state.loss_scale
         )
@@ -61,7 +63,7 @@ def test_a_damaged_scale_is_never_used_and_is_mended_at_once(rule, value):
 
 
 @pytest.mark.parametrize("value", DAMAGED)
-def test_a_rule_that_checks_nothing_uses_no_damaged_scale_either(value):
+def test_a_rule_that_never_skips_still_skips_a_step_with_a_damaged_scale(value):
     tx = ols.loss_scaled(adam(), ols.static_loss_scale(8.0, skip_nonfinite=False))
     params = {"w": jnp.ones(3)}
     _, sound = tx.update(params, tx.init(params), params)
@@ -74,7 +76,7 @@ def test_a_rule_that_checks_nothing_uses_no_damaged_scale_either(value):
 
 
 @pytest.mark.parametrize("value", DAMAGED)
-def test_without_loss_scaling_the_scale_is_one_whatever_the_state_holds(value):
+def test_without_loss_scaling_a_damaged_scale_in_the_state_is_ignored(value):
     tx = ols.loss_scaled(adam(), ols.no_loss_scale())
     damaged = with_scale(tx.init(jnp.ones(3)), value)
     assert ols.get_loss_scale(damaged) == 1.0
@@ -83,7 +85,7 @@ def test_without_loss_scaling_the_scale_is_one_whatever_the_state_holds(value):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
-def test_a_damaged_fraction_does_not_hold_the_smooth_scale_for_ever(value):
+def test_the_smooth_rule_recovers_from_a_damaged_fraction(value):
     rule = ols.smooth_loss_scale(2.0**10)
     state = rule.init()._replace(
         rule_state=rule.init().rule_state._replace(fraction=jnp.float32(value))

@@ -1,4 +1,4 @@
-"""all_finite and max_magnitude, in each way of reading the leaves."""
+"""all_finite and max_magnitude, for each way of reading the leaves."""
 
 import itertools
 import math
@@ -22,14 +22,14 @@ from optax_lossscale import _finite
 
 @pytest.fixture(params=[True, False], ids=["local", "unknown"], autouse=True)
 def are_local(request, monkeypatch):
-    """With one device in sight leaves are local, and with eight they may be sharded."""
+    """With one device all leaves are local; with eight they may be sharded."""
     if request.param:
         monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_all_finite_sees_each_kind_in_each_dtype(dtype, value):
+def test_all_finite_sees_nan_and_both_infinities_in_each_dtype(dtype, value):
     tree = [jnp.ones(3), jnp.asarray([1, value, 1], dtype)]
     assert not ols.all_finite(tree)
     assert ols.max_magnitude(tree) == jnp.inf
@@ -76,7 +76,7 @@ def test_all_finite_sees_either_part_of_a_complex_number(part):
     ],
     ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
 )
-def test_a_tree_without_floating_entries_is_finite_and_zero(tree):
+def test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero(tree):
     assert ols.all_finite(tree)
     assert ols.max_magnitude(tree) == 0
 
@@ -118,7 +118,7 @@ def test_all_finite_agrees_over_a_named_axis():
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ["a", "b"]])
-def test_they_agree_over_several_named_axes(names):
+def test_both_agree_over_several_named_axes(names):
     def over_all(function):
         def member(x):
             return function(x, axis_name=names)
@@ -140,13 +140,13 @@ SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
 
 def concatenated(leaves):
-    """As a GPU reads them, in groups of sixty."""
+    """The leaves as a GPU reads them, in groups of sixty."""
     return list(_finite._concatenated([jnp.asarray(leaf) for leaf in leaves]))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
-def test_the_largest_magnitude_is_that_of_numpy(dtype, sizes, seed, bad):
+def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
     rng = np.random.default_rng(seed)
     arrays = [(1e4 * rng.standard_cauchy(size)).clip(-6e4, 6e4) for size in sizes]
     arrays = [array.astype(dtype) for array in arrays]
@@ -167,7 +167,9 @@ def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype):
     jitted = jax.jit(lambda tree: ols.all_finite(tree))
     values = (jnp.nan, -jnp.nan, jnp.inf, -jnp.inf)
     for bad, place in itertools.product(values, (0, size // 2, size - 1)):
-        leaf = jnp.ones(size, dtype).at[place].set(bad).reshape(shape)
+        leaf = np.ones(size, dtype)
+        leaf[place] = bad
+        leaf = jnp.asarray(leaf.reshape(shape))
         for leaves in ([leaf], [jnp.ones(3), leaf], concatenated([leaf] * 3)):
             assert not jitted(leaves), (bad, place)
             assert not ols.all_finite(leaves), (bad, place)
@@ -191,7 +193,9 @@ def test_a_gpu_reads_a_thousand_leaves_in_groups_of_sixty():
 
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**-15, 3.0])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.complex64])
-def test_unscaling_the_largest_is_unscaling_all(scale, dtype):
+def test_unscaling_the_largest_magnitude_equals_the_largest_of_the_unscaled(
+    scale, dtype
+):
     state = ols.static_loss_scale(scale).init()
     parts = np.random.default_rng(0).normal(size=(2, 50)) * 1e3
     leaf = jax.lax.complex(*jnp.asarray(parts, jnp.float32))
@@ -200,7 +204,7 @@ def test_unscaling_the_largest_is_unscaling_all(scale, dtype):
     assert _finite.largest_magnitude(leaf, state.loss_scale, None) == exact
 
 
-def test_what_overflows_only_in_unscaling_is_nonfinite():
+def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():
     loss_scale = jnp.float32(2.0**-24)
     large = jnp.asarray([2.0**120])
     assert ols.all_finite(large)
@@ -218,7 +222,9 @@ def test_what_overflows_only_in_unscaling_is_nonfinite():
         ((8,), AxisType.Explicit, False),
     ],
 )
-def test_leaves_are_local_on_a_mesh_of_one_device(shape, axis_type, expected):
+def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(
+    shape, axis_type, expected
+):
     devices = np.asarray(jax.devices()[: shape[0]])
     with set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
         assert _finite._are_local() is expected

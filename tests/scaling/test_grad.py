@@ -29,7 +29,7 @@ def test_scaled_grad_gives_the_gradients_alone():
     assert ols.scaled_grad(loss_fn, STATE)(X).tolist() == [2048.0, -4096.0]
 
 
-def test_auxiliary_output_comes_where_jax_puts_it():
+def test_auxiliary_output_is_returned_where_jax_returns_it():
     def with_aux(x):
         return loss_fn(x), {"n": x.size}
 
@@ -66,7 +66,7 @@ def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():
     state = ols.static_loss_scale(2.0**15).init()
     loss, grads = ols.scaled_value_and_grad(lambda x: x * 60000, state)(jnp.float16(1))
     assert (loss.dtype, float(loss)) == (jnp.float16, 60000.0)
-    assert jnp.isinf(grads)  # 60000 * 2**15 really is beyond float16.
+    assert jnp.isinf(grads)  # 60000 * 2**15 exceeds float16.
 
 
 def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_no_more():
@@ -78,7 +78,7 @@ def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_no_more():
     assert jnp.isinf(grads(16))
 
 
-def test_a_mean_in_float32_allows_more():
+def test_a_loss_computed_in_float32_allows_a_larger_scale():
     state = ols.static_loss_scale(2.0**17).init()
     x = jnp.ones(16, jnp.float16)
     grads = ols.scaled_grad(lambda x: x.astype(jnp.float32).mean(), state)(x)
@@ -97,15 +97,15 @@ def test_a_mean_in_float32_allows_more():
     ],
     ids=["vector", "tuple", "int", "no pair", "triple", "vector with aux"],
 )
-def test_a_wrong_loss_gets_jaxs_own_error(fun, has_aux):
+def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
     with pytest.raises(TypeError) as theirs:  # noqa: PT011
         jax.value_and_grad(fun, has_aux=has_aux)(X)
-    message = str(theirs.value)[:60]  # Further on come the values, which are scaled.
+    message = str(theirs.value)[:60]  # The values come later, and are scaled.
     with pytest.raises(TypeError, match="^" + re.escape(message)):
         ols.scaled_value_and_grad(fun, STATE, has_aux=has_aux)(X)
 
 
-def test_a_tree_without_a_state_fails_before_the_first_call():
+def test_a_tree_without_a_state_is_refused_before_the_first_call():
     with pytest.raises(ValueError, match="must hold a LossScaleState"):
         ols.scaled_grad(loss_fn, {"no": "state"})
 
@@ -116,7 +116,7 @@ def test_name_and_docstring_of_the_function_are_kept():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_unscaled_they_are_jaxs_own_gradients_to_the_bit(transform):
+def test_unscaled_gradients_have_the_bits_of_those_of_jax(transform):
     def loss_fn(x):
         return jnp.sum(jnp.tanh(x) ** 3)
 
@@ -132,6 +132,6 @@ def test_second_derivatives_of_the_reported_loss_are_true():
     assert jax.grad(jax.grad(reported))(2.0) == 12.0
 
 
-def test_it_works_under_vmap():
+def test_scaled_value_and_grad_works_under_vmap():
     losses, grads = jax.vmap(ols.scaled_value_and_grad(lambda x: x**2, STATE))(X)
     assert (losses.tolist(), grads.tolist()) == ([1.0, 4.0], [2048.0, -4096.0])

@@ -46,8 +46,8 @@ def test_the_headroom_rule_equals_its_oracle(
     assert states.last_finite.tolist() == np.isfinite(maxima).tolist()
 
 
-def test_the_exponent_is_exact_at_powers_of_two_and_beside_them():
-    # XLA's log2 is not.
+def test_the_scale_is_exact_for_maxima_at_powers_of_two_and_just_above():
+    # XLA's log2 is not exact.
     rule = ols.headroom_loss_scale(
         margin_bits=0.0, history=1, min_scale=2.0**-60, max_scale=2.0**60
     )
@@ -60,39 +60,39 @@ def test_the_exponent_is_exact_at_powers_of_two_and_beside_them():
         assert scale_for(above) == 2.0 ** -(exponent + 1)
 
 
-def test_it_reaches_the_right_scale_in_one_step_up_or_down():
+def test_the_right_scale_is_reached_in_one_step_up_or_down():
     rule = ols.headroom_loss_scale(history=1, margin_bits=2.0)
     assert scales_after(rule, [2.0**-6, 2.0**3, 2.0**-6]) == [2.0**19, 2.0**10, 2.0**19]
 
 
-def test_gradients_that_are_all_zero_move_nothing_at_first():
+def test_gradients_that_are_all_zero_do_not_move_the_scale_at_first():
     rule = ols.headroom_loss_scale(2.0**10, recent=3, margin_bits=2.0)
     assert (
         scales_after(rule, [0.0, 0.0, 1.0, 0.0, 0.0]) == [2.0**10] * 2 + [2.0**13] * 3
     )
-    # A subnormal float32, which some platforms flush, counts as zero on all.
+    # Some platforms flush subnormal float32, so it counts as zero on all.
     assert scales_after(rule, [1e-40]) == [2.0**10]
 
 
 @pytest.mark.parametrize(("largest", "expected"), [(2.0**-126, 2**24), (2.0**-127, 8)])
-def test_gradients_that_are_subnormal_count_as_zero(largest, expected):
+def test_subnormal_gradients_count_as_zero(largest, expected):
     assert scales_after(ols.headroom_loss_scale(8.0), [largest]) == [expected]
 
 
-def test_a_scale_so_low_that_all_gradients_are_flushed_rises_again():
+def test_a_scale_so_low_that_all_gradients_underflow_rises_again():
     rule = ols.headroom_loss_scale(2.0**-20, recent=4)
 
-    def step(state, _):  # Gradients of 2**-10, in float16.
+    def step(state, _):  # The gradients are 2**-10, in float16.
         grads = jnp.float16(state.loss_scale * 2.0**-10).astype(jnp.float32)
         state = rule.adjust(state, True, grads / state.loss_scale)
         return state, state.loss_scale
 
     _, trace = jax.lax.scan(step, rule.init(), length=20)
     assert trace[3] == 2.0**-20
-    assert trace[-1] == 2.0**24  # The cap; 65504 * 2**10 would allow more.
+    assert trace[-1] == 2.0**24  # The cap; the gradients would allow 65504 * 2**10.
 
 
-def test_after_a_row_of_bad_batches_as_long_as_the_history_it_rises_again():
+def test_the_scale_rises_again_after_more_bad_batches_than_the_history_holds():
     rule = ols.headroom_loss_scale(history=4, recent=4)
     trace = scales_after(rule, [1.0] * 4 + [INF] * 9 + [0.0] * 60)
     assert trace[12] == 2.0**-24
@@ -106,21 +106,21 @@ def test_a_peak_is_remembered_for_as_long_as_the_history():
     assert scales_after(rule, [calm, peak, calm, calm, calm]) == expected
 
 
-def test_what_is_no_peak_is_remembered_for_the_recent_steps_alone():
+def test_a_maximum_that_is_not_a_peak_is_remembered_only_for_the_recent_steps():
     rule = ols.headroom_loss_scale(history=100, recent=3, margin_bits=1.0)
-    # From 2 to 1 and a half: nothing that would have overflowed.
+    # A maximum of 2 would not have overflowed, so it is no peak.
     assert scales_after(rule, [2.0, 1.5, 1.0, 1.0])[-1] == 2.0**14
     assert scales_after(rule, [1.0] * 9 + [2.0**6] + [1.0] * 99)[9:] == [2.0**8] * 100
     assert scales_after(rule, [1.0] * 9 + [2.0**6] + [1.0] * 100)[-1] == 2.0**14
 
 
 @pytest.mark.parametrize("bad", [1, 3, 12])
-def test_bad_batches_cost_a_skip_each_and_no_lasting_bits(bad):
+def test_bad_batches_lower_the_scale_only_until_the_history_has_passed(bad):
     rule = ols.headroom_loss_scale(history=64)
     maxima = [1.0] * 100 + [INF] * bad + [1.0] * 64
     trace = scales_after(rule, maxima)
     assert trace[99] == 2.0**15
-    # At once only what one of them takes is gone, and after the history nothing.
+    # Right after them the scale is two bits lower, and after the history it is back.
     assert trace[100 + bad] == 2.0**13
     assert trace[-1] == 2.0**15
 
@@ -137,28 +137,30 @@ def test_a_sudden_rise_of_nine_bits_costs_at_most_three_skips():
     assert state.loss_scale == 2.0**12
 
 
-def test_a_step_that_is_skipped_for_its_loss_alone_backs_nothing_off():
+def test_a_step_skipped_only_for_its_loss_does_not_lower_the_scale():
     rule = ols.headroom_loss_scale(history=4, margin_bits=2.0)
     state = rule.adjust(rule.init(), grads_finite=False, grads_max=1.0)
     assert (state.loss_scale, state.total_notfinite) == (2.0**13, 1)
 
 
-def test_an_overflow_after_a_step_that_was_skipped_for_its_loss_is_the_first_of_a_row():
+def test_an_overflow_after_a_step_skipped_for_its_loss_counts_as_the_first():
     rule = ols.headroom_loss_scale(margin_bits=2.0)
     state = rule.adjust(rule.init(), True, 1.0)
     state = rule.adjust(state, grads_finite=False, grads_max=1.0)
     state = rule.adjust(state, grads_finite=False, grads_max=INF)
     assert state.loss_scale == 2.0**10
-    assert rule.adjust(state, True, 1.0).loss_scale == 2.0**10  # It was remembered.
+    assert (
+        rule.adjust(state, True, 1.0).loss_scale == 2.0**10
+    )  # The overflow was remembered.
 
 
-def test_a_scale_that_was_set_lasts_one_step_on_the_headroom_rule():
+def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
     rule = ols.headroom_loss_scale(margin_bits=2.0)
     state = ols.set_loss_scale(rule.adjust(rule.init(), True, 1.0), 8.0)
     assert rule.adjust(state, True, 1.0).loss_scale == 2.0**13
 
 
-def test_a_restored_state_goes_on_as_if_nothing_had_happened():
+def test_a_restored_state_continues_with_the_same_bits():
     rule = ols.headroom_loss_scale(history=5)
     maxima = [1.0, 4.0, INF, 2.0, 0.5, 0.25, 0.25, 0.25]
     states = states_after(rule, np.isfinite(maxima), grads_max=maxima)
@@ -177,7 +179,7 @@ def test_by_default_headroom_remembers_64_steps_and_the_peaks_of_2400():
     ("dtype", "expected"),
     [(jnp.float16, 2.0**15), (jnp.float8_e5m2, 2.0**15), (jnp.bfloat16, 2.0**24)],
 )
-def test_headroom_is_that_of_the_dtype(dtype, expected):
+def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected):
     assert scales_after(ols.headroom_loss_scale(dtype=dtype), [1.0]) == [expected]
 
 
@@ -200,14 +202,14 @@ def test_headroom_refuses_a_bad_setting(settings, error, message):
         ols.headroom_loss_scale(**settings)
 
 
-def test_headroom_without_a_largest_magnitude_is_refused():
+def test_a_call_without_the_largest_magnitude_is_refused():
     rule = ols.headroom_loss_scale()
     with pytest.raises(ValueError, match="`grads_max` must be given"):
         rule.adjust(rule.init(), True)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_headroom_sees_a_nan_on_each_shard(axis_type):
+def test_a_nan_on_any_shard_is_seen(axis_type):
     # XLA's maximum over devices drops a NaN.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale())
@@ -223,7 +225,7 @@ def test_headroom_sees_a_nan_on_each_shard(axis_type):
             assert not ols.find_loss_scale_state(after).last_finite, shard
 
 
-def test_headroom_is_the_same_on_all_devices_of_pmap():
+def test_all_devices_of_pmap_have_the_same_scale():
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
     params = jnp.ones(2)
     states = jax.tree.map(lambda x: jnp.stack([x] * 8), tx.init(params))

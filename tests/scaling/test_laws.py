@@ -27,7 +27,7 @@ def test_scaling_then_unscaling_by_a_power_of_two_is_exact(values, loss_scale):
 
 
 @given(strategies.float16_arrays, strategies.powers_of_two)
-def test_scaling_then_unscaling_float16_is_its_cast_to_float32(array, loss_scale):
+def test_scaling_then_unscaling_float16_equals_a_cast_to_float32(array, loss_scale):
     state = ols.static_loss_scale(loss_scale).init()
     assert_same_bits(
         ols.unscale(ols.scale(array, state), state), array.astype(jnp.float32)
@@ -51,7 +51,9 @@ def test_the_scale_stays_finite_and_inside_its_bounds(settings, history):
 
 
 @given(strategies.dynamic_settings(), strategies.histories)
-def test_a_finite_step_never_lowers_and_a_nonfinite_one_never_raises(settings, history):
+def test_a_finite_step_never_lowers_and_a_nonfinite_step_never_raises_the_scale(
+    settings, history
+):
     inside = np.clip(
         settings["init_scale"], settings["min_scale"], settings["max_scale"]
     )
@@ -62,7 +64,7 @@ def test_a_finite_step_never_lowers_and_a_nonfinite_one_never_raises(settings, h
 
 
 @given(strategies.dynamic_settings(), st.booleans())
-def test_the_type_of_a_state_never_changes(settings, finite):
+def test_the_types_in_a_state_never_change(settings, finite):
     for rule in (
         ols.dynamic_loss_scale(**settings),
         ols.static_loss_scale(settings["init_scale"]),
@@ -97,7 +99,7 @@ def test_one_nonfinite_entry_anywhere_flips_the_verdict(tree, value, data):
 
 
 def needs_max():
-    """A rule of a user's own, which reads the largest magnitude."""
+    """A custom rule that needs the largest magnitude."""
     static = ols.static_loss_scale(2.0**10)
 
     def adjust(state, grads_finite, grads_max=None):
@@ -158,7 +160,7 @@ def test_a_good_step_equals_the_bare_optimizer(inner, seed, loss_scale):
 
 
 def count_compilations(tx, poisons):
-    """Compilations of a jitted training step, from an eager `init` on."""
+    """Number of compilations of a jitted training step after an eager `init`."""
     compilations = []
 
     def listen(event, duration, **kwargs):
@@ -182,7 +184,7 @@ def count_compilations(tx, poisons):
     return sum("train_step" in str(name) for name in compilations), state
 
 
-def test_there_is_one_compilation_whatever_the_scale():
+def test_a_step_is_compiled_only_once_while_the_scale_changes():
     poisons = [1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0]
     bare, _ = count_compilations(adam(), poisons)
     rule = ols.dynamic_loss_scale(8.0, growth_interval=1)

@@ -1,4 +1,4 @@
-"""What a bad step leaves behind: nothing; and what masking in flight must respect."""
+"""A bad step changes nothing, however the inner update is masked."""
 
 import contextlib
 
@@ -53,7 +53,7 @@ def test_a_bad_step_keeps_every_bit_of_the_old_state():
 
 @pytest.mark.parametrize("finite", [GOOD, BAD])
 @pytest.mark.parametrize("specs", [(P("data"), P(None)), (P(None), P("data"))])
-def test_on_an_explicit_mesh_the_state_lies_as_the_new_one(finite, specs):
+def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite, specs):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with set_mesh(mesh):
         new, old = (
@@ -67,7 +67,7 @@ def test_on_an_explicit_mesh_the_state_lies_as_the_new_one(finite, specs):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("is_set", [False, True])
-def test_a_state_on_a_mesh_may_be_reset(axis_type, is_set):
+def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type, is_set):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     old = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
     with set_mesh(mesh) if is_set else contextlib.nullcontext():
@@ -75,11 +75,11 @@ def test_a_state_on_a_mesh_may_be_reset(axis_type, is_set):
     assert_same_bits(masked, old)
 
 
-def test_numbers_in_a_state_are_kept_too():
+def test_a_bad_step_also_keeps_python_numbers_in_a_state():
     assert mask_state(BAD, {"count": 2}, {"count": 1})["count"] == 1
 
 
-def test_a_bad_step_zeroes_what_the_inner_optimizer_sees():
+def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
     seen = mask_inputs(BAD, LEAVES)
     for name in ("f32", "f16", "complex"):
         assert not np.any(seen[name])
@@ -94,7 +94,7 @@ def test_functions_among_extra_arguments_pass_through():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
-def test_an_update_of_a_bad_step_leaves_both_zeros_of_a_parameter(dtype):
+def test_the_update_of_a_bad_step_keeps_positive_and_negative_zeros(dtype):
     params = jnp.asarray([0.0, -0.0, 1.0], dtype)
     if dtype == jnp.complex64:
         params = jax.lax.complex(params.real, -params.real)
@@ -135,7 +135,7 @@ GRADS = jnp.asarray([0.5, 0.25])
 
 
 def update(grads, state):
-    """An update that uses its new state, with whatever a state may be made of."""
+    """An update that reads its new state, which has leaves of every kind."""
     moment = jax.jit(lambda m: m + grads)(state["moment"])
     moment = jax.lax.fori_loop(0, 2, lambda _, m: m * 2, moment)
     moment, _ = jax.lax.scan(lambda m, _: (m + 1, None), moment, length=2)
@@ -145,7 +145,7 @@ def update(grads, state):
         "moment": moment,
         "twin": moment,  # One value in two places.
         "grads": grads,  # An input of the update.
-        "constant": jnp.zeros(2),  # Computed from nothing.
+        "constant": jnp.zeros(2),  # Depends on no input.
         "same": state["same"],
         "half": state["half"] * 2,
         "ints": state["ints"] + 1,
@@ -178,7 +178,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_good_step_run_masked_is_the_step(way):
+def test_a_good_step_that_runs_masked_equals_the_plain_step(way):
     updates, state = WAYS[way](GOOD, GRADS, OLD)
     expected_updates, expected = jax.jit(update)(GRADS, OLD)
     assert_same_bits(state, expected)
@@ -186,13 +186,13 @@ def test_a_good_step_run_masked_is_the_step(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bad_step_run_masked_keeps_the_state_and_updates_nothing(way):
+def test_a_bad_step_that_runs_masked_keeps_the_state_and_updates_nothing(way):
     updates, state = WAYS[way](BAD, GRADS, OLD)
     assert_same_bits(state, OLD)
     assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
 
 
-def test_in_flight_updates_are_computed_from_the_masked_state():
+def test_updates_are_computed_from_the_masked_state():
     @jax.jit
     def halve(moment):
         return jnp.broadcast_to(moment, (1, 2))[0] * 0.5
@@ -215,7 +215,7 @@ def test_in_flight_updates_are_computed_from_the_masked_state():
 
 @pytest.mark.parametrize("count", [0, 0.0])
 def test_scalars_are_masked_at_the_end(count):
-    # The bias correction of a first step that is bad divides by 1 - 0.9**count.
+    # On a bad first step the bias correction divides by 1 - 0.9**0, which is 0.
     def corrected(grads, state):
         new = state + 1
         return grads / (1 - 0.9 ** new.astype(jnp.float32)), new
@@ -230,7 +230,7 @@ def test_scalars_are_masked_at_the_end(count):
 
 
 def test_counts_of_an_ensemble_are_masked_at_the_end():
-    # As arrays they could be taken for moments: the gradient of 0 / 0 is NaN.
+    # Counts in an array look like moments; the gradient of 0 / 0 would be NaN.
     inner = optax.adam(0.1)
 
     def loss(params):
@@ -247,7 +247,7 @@ def test_counts_of_an_ensemble_are_masked_at_the_end():
     assert jnp.isfinite(slope).all()
 
 
-def test_an_update_that_prints_is_run_once_and_as_it_is(capfd):
+def test_an_update_that_prints_runs_exactly_once(capfd):
     def printing(grads, state):
         jax.debug.print("moment {}", state["moment"][0], ordered=True)
         return update(grads, state)
@@ -258,7 +258,7 @@ def test_an_update_that_prints_is_run_once_and_as_it_is(capfd):
     assert capfd.readouterr().out.count("moment 1.0") == 1
 
 
-def test_what_jax_writes_down_in_an_unknown_way_is_masked_at_the_end(monkeypatch):
+def test_a_program_that_cannot_be_evaluated_is_masked_at_the_end(monkeypatch):
     def fail(*args):
         raise AttributeError
 
@@ -268,7 +268,7 @@ def test_what_jax_writes_down_in_an_unknown_way_is_masked_at_the_end(monkeypatch
     assert_same_bits(run(GOOD, GRADS, OLD)[1], WAYS["jit"](GOOD, GRADS, OLD)[1])
 
 
-def test_an_error_of_the_update_is_raised_as_it_is():
+def test_an_error_of_the_update_is_raised_unchanged():
     def broken(grads, state):
         raise KeyError("no such moment")
 
@@ -276,13 +276,13 @@ def test_an_error_of_the_update_is_raised_as_it_is():
         jax.jit(lambda *args: masked(*args, broken))(GOOD, GRADS, OLD)
 
 
-def test_an_equation_may_be_evaluated_with_other_parameters():
+def test_an_equation_can_be_evaluated_with_other_parameters():
     cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
     assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
     assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
 
 
-def test_names_in_a_profile_are_those_of_the_update():
+def test_a_profile_shows_the_names_of_the_update():
     def named(grads, state):
         with jax.named_scope("first_moment"):
             return grads, state * 2 + grads

@@ -1,4 +1,4 @@
-"""`master_weights`: half-precision parameters, moved by float32 masters."""
+"""`master_weights`: half-precision parameters that follow float32 masters."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def steps(tx, params, grads_of, count=20):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parameters_are_the_rounded_masters_and_masters_those_of_float32(dtype):
+def test_parameters_are_rounded_masters_and_masters_follow_float32_training(dtype):
     start = jnp.asarray(RNG.normal(size=100), dtype)
     grads = jnp.asarray(RNG.normal(size=(20, 100)), dtype)
     history = steps(ols.master_weights(adam(1e-3)), start, lambda i: grads[i])
@@ -48,12 +48,12 @@ def test_parameters_are_the_rounded_masters_and_masters_those_of_float32(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_whatever_the_step_the_parameter_is_the_rounded_master(dtype, is_jitted):
+def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, is_jitted):
     bits = RNG.integers(0, 2**16, size=(2, 50_000)).astype(np.uint16)
     start, target = (np.nan_to_num(x.view(dtype).astype(np.float32)) for x in bits)
-    limit = float(jnp.finfo(dtype).max) / 4  # Beyond, differences overflow.
+    limit = float(jnp.finfo(dtype).max) / 4  # Differences of larger values overflow.
     start, target = np.clip(start, -limit, limit), np.clip(target, -limit, limit)
-    # Half of them near the middle between two neighbours, where rounding turns.
+    # Half of the targets are midway between neighbours, where rounding changes.
     neighbour = np.nextafter(target.astype(dtype), np.array(np.inf, dtype))
     middle = (target.astype(np.float64) + neighbour.astype(np.float64)) / 2
     target = np.where(RNG.random(50_000) < 0.5, middle, target).astype(np.float32)
@@ -70,7 +70,7 @@ def test_whatever_the_step_the_parameter_is_the_rounded_master(dtype, is_jitted)
     np.testing.assert_array_equal(params, state.master_params.astype(dtype))
 
 
-def test_a_parameter_that_falls_to_nearly_nothing_takes_its_master_along():
+def test_the_parameter_is_the_rounded_master_after_falling_almost_to_zero():
     params = jnp.float16(60_000.0)
     tx = ols.master_weights(lenient(optax.sgd(1.0)))
     grad = params.astype(jnp.float32) - 2.0**-24
@@ -79,7 +79,7 @@ def test_a_parameter_that_falls_to_nearly_nothing_takes_its_master_along():
     assert params == state.master_params.astype(jnp.float16)
 
 
-def test_small_updates_add_up():
+def test_updates_too_small_for_float16_add_up_in_the_master():
     history = steps(
         ols.master_weights(lenient(optax.sgd(1e-4))),
         jnp.float16(1.0),
@@ -93,7 +93,7 @@ def test_small_updates_add_up():
     assert bare - jnp.float16(1e-4) == bare
 
 
-def test_float32_parameters_move_as_without_it():
+def test_float32_parameters_move_as_they_do_without_master_weights():
     params = {"w": jnp.ones(3, jnp.float16), "norm": jnp.ones(3), "i": jnp.arange(3)}
     grads = {"w": jnp.ones(3), "norm": jnp.asarray([0.1, 0.2, 0.3]), "i": jnp.arange(3)}
 
@@ -109,7 +109,7 @@ def test_float32_parameters_move_as_without_it():
     assert with_masters["w"].dtype == jnp.float16
 
 
-def test_float32_parameters_that_others_changed_are_taken_as_they_are():
+def test_float32_parameters_can_be_changed_between_steps():
     params = {"half": jnp.ones(2, jnp.float16), "full": jnp.ones(2)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     tx = ols.master_weights(lenient(optax.adamw(0.1, weight_decay=0.5)))
@@ -121,7 +121,9 @@ def test_float32_parameters_that_others_changed_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("is_outside", [True, False])
-def test_with_a_loss_scale_a_bad_step_changes_no_bit_of_anything(is_outside):
+def test_with_a_loss_scale_a_bad_step_changes_neither_parameters_nor_masters(
+    is_outside,
+):
     if is_outside:
         tx = ols.master_weights(ols.loss_scaled(adam()))
     else:
@@ -147,7 +149,7 @@ def test_with_a_loss_scale_a_bad_step_changes_no_bit_of_anything(is_outside):
     assert (after["w"] != params["w"]).all()
 
 
-def test_the_order_around_a_loss_scale_does_not_matter():
+def test_master_weights_can_be_inside_or_outside_loss_scaled():
     params = jnp.asarray(RNG.normal(size=50), jnp.float16)
     grads = jnp.asarray(RNG.normal(size=(20, 50)) * 2.0**15, jnp.float32)
     outside = ols.master_weights(ols.loss_scaled(adam()))
@@ -158,7 +160,7 @@ def test_the_order_around_a_loss_scale_does_not_matter():
     np.testing.assert_array_equal(one, other)
 
 
-def test_it_runs_in_a_scan_donated_and_sharded_without_a_second_compilation():
+def test_sharded_and_donated_steps_compile_once_and_run_under_scan():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P("data"))
     params = {"w": jax.device_put(jnp.ones(16, jnp.float16), sharding)}
@@ -181,7 +183,7 @@ def test_it_runs_in_a_scan_donated_and_sharded_without_a_second_compilation():
     assert params["w"].dtype == jnp.float16
 
 
-def test_its_state_survives_pickle_and_every_field_is_its_own_buffer():
+def test_the_state_can_be_pickled_and_no_two_fields_share_a_buffer():
     params = {"w": jnp.ones(3, jnp.float16), "norm": jnp.ones(3)}
     tx = ols.master_weights(adam())
     state = tx.init(params)
@@ -190,7 +192,7 @@ def test_its_state_survives_pickle_and_every_field_is_its_own_buffer():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
-def test_inside_a_loss_scale_check_updates_sees_a_parameter_overflow():
+def test_inside_loss_scaled_check_updates_catches_a_parameter_that_overflows():
     params = {"w": jnp.ones(2, jnp.float16)}
     rule = ols.static_loss_scale(1.0)
     inner = ols.master_weights(lenient(optax.sgd(1e5)))
@@ -201,7 +203,7 @@ def test_inside_a_loss_scale_check_updates_sees_a_parameter_overflow():
     assert state.loss_scale_state.total_notfinite == 1
 
 
-def test_what_it_needs_and_what_it_refuses():
+def test_missing_params_and_a_wrong_inner_optimizer_are_refused():
     tx = ols.master_weights(adam())
     params = jnp.ones(2, jnp.float16)
     with pytest.raises(ValueError, match="needs `params`"):

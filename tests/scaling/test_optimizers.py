@@ -13,7 +13,7 @@ from helpers.inner import lenient
 
 import optax_lossscale as ols
 
-# Optax's own, about optimizers that are in the matrix as long as Optax has them.
+# Optax warns of optimizers that it will remove; until then they are tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 
 SCALE = 2.0**10
@@ -34,7 +34,7 @@ def loss_fn(params):
     return sum(jax.tree.leaves(errors))
 
 
-# How to make those that need more than a learning rate.
+# How to make the optimizers that need more than a learning rate.
 MAKE = {
     "adaptive_grad_clip": lambda make: make(0.1),
     "add_noise": lambda make: make(0.1, 0.5, key=jax.random.key(0)),
@@ -70,7 +70,7 @@ MAKE = {
     "with_extra_args_support": lambda make: make(optax.adam(0.05)),
 }
 
-# Not of the form (grads, state, params), or not optimizers; each with the reason.
+# Not of the form (grads, state, params), or not an optimizer; with the reason.
 LEFT_OUT = {
     "differentially_private_aggregate": "a gradient per example: tested below in dpsgd",
     "dpsgd": "takes a gradient per example: tested below",
@@ -81,7 +81,7 @@ LEFT_OUT = {
     "snapshot": "it measures, and emits no update",
 }
 
-# What line searches, Polyak's step and estimates of the Hessian ask for.
+# Arguments of line searches, Polyak's step and estimates of the Hessian.
 LINE_SEARCH = ("value", "grad", "value_fn")
 EXTRA_ARGS = {
     "hutchinson_estimator_diag_hessian": ("obj_fn",),
@@ -96,8 +96,8 @@ EXTRA_ARGS = {
     "sophia": ("obj_fn",),
 }
 
-# What amplifies the last bit, in which two compiled programs may differ: Newton-Schulz
-# iterations, and the differences of nearly equal losses that line searches report.
+# Two compiled programs may differ in the last bit. Newton-Schulz iterations, and the
+# differences of nearly equal losses in line searches, amplify it.
 MAX_ULP = {"muon": 64, "lbfgs": 256, "scale_by_zoom_linesearch": 256}
 
 NOT_ANNOTATED = {
@@ -134,7 +134,7 @@ FACTORIES = {
 }
 MATRIX = sorted(FACTORIES - LEFT_OUT.keys())
 
-# One of each kind runs eagerly and under scan in the fast command; all run jitted.
+# The fast command runs only these eagerly and under scan; it runs all of them jitted.
 REPRESENTATIVE = {
     "adafactor",
     "adam",
@@ -201,7 +201,7 @@ def test_no_optimizer_is_missing():
 
 
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
-def test_an_eager_good_step_is_the_bare_one_to_the_bit(name):
+def test_an_eager_good_step_gives_the_bits_of_the_bare_optimizer(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.static_loss_scale(SCALE))
     expected = bare_step(name, bare, PARAMS, bare.init(PARAMS))
     params, state = scaled_step(name, tx, PARAMS, tx.init(PARAMS))
@@ -219,7 +219,7 @@ def test_an_eager_bad_step_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_jitted_steps_are_the_bare_ones_without_the_bad_step(name):
+def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
     bare_jitted = jax.jit(lambda p, s: bare_step(name, bare, p, s))
     expected = bare_jitted(*bare_jitted(PARAMS, bare.init(PARAMS)))
@@ -235,7 +235,7 @@ def test_jitted_steps_are_the_bare_ones_without_the_bad_step(name):
 
 
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
-def test_a_scan_over_good_and_bad_steps_is_its_pieces(name):
+def test_one_scan_over_good_and_bad_steps_equals_two_shorter_scans(name):
     tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
     poisons = jnp.asarray([1.0, np.inf, 1.0, np.nan])
     first = (PARAMS, tx.init(PARAMS))
@@ -245,8 +245,8 @@ def test_a_scan_over_good_and_bad_steps_is_its_pieces(name):
 
     scan = jax.jit(lambda carry, poisons: jax.lax.scan(body, carry, poisons)[0])
     scanned = scan(first, poisons)
-    # In pieces of two, so that the body is compiled alike: outside a loop XLA contracts
-    # multiply-adds otherwise, and a line search may then take another branch.
+    # Both are scans, so that XLA compiles the body in the same way: outside a loop it
+    # fuses multiply-adds differently, and a line search may take another branch.
     looped = first
     for piece in poisons.reshape(2, 2):
         looped = scan(looped, piece)
@@ -254,7 +254,7 @@ def test_a_scan_over_good_and_bad_steps_is_its_pieces(name):
     assert types(scanned) == types(first)
 
 
-def test_lookahead_with_its_pairs_of_parameters():
+def test_lookahead_works_with_its_pairs_of_parameters():
     tx = lenient(optax.lookahead(optax.sgd(0.05), 2, 0.5))
     wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))
     pairs = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
@@ -265,7 +265,7 @@ def test_lookahead_with_its_pairs_of_parameters():
     assert_same_bits((updates, state.inner_state), expected)
 
 
-def test_a_gradient_per_example():
+def test_an_optimizer_that_takes_a_gradient_per_example_works():
     tx = lenient(optax.contrib.dpsgd(0.05, 1.0, 0.1, seed=0))
     wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))
     grads = jax.tree.map(lambda g: jnp.stack([g, -2 * g]), jax.grad(loss_fn)(PARAMS))

@@ -1,4 +1,4 @@
-"""Pictures hold what they were given; matplotlib is needed only when one is drawn."""
+"""Plots show the data they were given; only drawing one needs matplotlib."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import optax_lossscale as ols
 from optax_lossscale import diagnostics, plotting
 
 matplotlib.use("agg")
-import matplotlib.pyplot as plt  # After the choice of a backend.
+import matplotlib.pyplot as plt  # Imported after the backend is chosen.
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_the_loss_scale_is_drawn_on_powers_of_two_with_its_skips():
     assert labels == ["loss scale", "skipped: 1 of 4 steps"]
 
 
-def test_dicts_of_a_python_loop_are_drawn_when_stacked():
+def test_stacked_metrics_of_a_python_loop_are_drawn():
     rule = ols.dynamic_loss_scale(2.0**10)
     state, dicts = rule.init(), []
     for finite in (True, False):
@@ -57,12 +57,12 @@ def test_dicts_of_a_python_loop_are_drawn_when_stacked():
         (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
     ],
 )
-def test_a_history_that_is_none_is_refused(history, message):
+def test_an_argument_that_is_not_a_history_is_refused(history, message):
     with pytest.raises(ValueError, match=message):
         plotting.plot_loss_scale(history)
 
 
-def test_losses_and_scales_of_runs_are_drawn_above_each_other():
+def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
     losses = {"float32": [2.0, 1.0], "float16": [2.0, 2.0]}
     above, beneath = plotting.plot_training(losses, {"float16": [8.0, 16.0]})
     assert [line.get_label() for line in above.lines] == ["float32", "float16"]
@@ -88,31 +88,31 @@ def test_histograms_are_drawn_over_the_range_of_the_dtype():
     assert labels[2:] == ["before (25% zero)", "after"]
 
 
-def test_a_histogram_of_nothing_but_zeros_says_so():
+def test_the_label_of_a_histogram_says_that_every_entry_is_zero():
     histogram = diagnostics.exponent_histogram(jnp.zeros(3))
     ax = plotting.plot_exponent_histogram({"_g": histogram})
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels[2:] == [" _g (100% zero)"]
 
 
-def test_numbers_logged_as_floats_are_drawn_too():
+def test_a_history_of_python_floats_is_drawn_too():
     history = {"loss_scale": [8.0, 8.0, 4.0], "last_finite": [1.0, 1.0, 0.0]}
     ax = plotting.plot_loss_scale(history)
     assert ax.lines[1].get_label() == "skipped: 1 of 3 steps"
 
 
-def test_a_training_without_runs_is_two_empty_axes():
+def test_without_runs_two_empty_axes_are_drawn():
     axes = plotting.plot_training({}, {})
     assert [(ax.get_legend(), list(ax.lines)) for ax in axes] == [(None, [])] * 2
 
 
-def test_a_bare_histogram_is_refused():
+def test_a_histogram_without_a_label_is_refused():
     histogram = diagnostics.exponent_histogram(jnp.ones(1))
     with pytest.raises(TypeError, match="`histograms` must map labels to histograms"):
         plotting.plot_exponent_histogram(histogram)
 
 
-def test_there_is_a_bar_for_every_leaf_and_scale():
+def test_a_bar_is_drawn_for_every_leaf_and_scale():
     grads = {"w": jnp.asarray([1e-9, 1e-3]), "b": jnp.ones(2), "step": jnp.arange(2)}
     ax = plotting.plot_underflow_by_leaf(grads, scale=jnp.asarray([1.0, 2.0**15]))
     widths = [bar.get_width() for bar in ax.patches]
@@ -122,7 +122,7 @@ def test_there_is_a_bar_for_every_leaf_and_scale():
         plotting.plot_underflow_by_leaf({"step": jnp.arange(2)})
 
 
-def test_each_draws_into_the_axes_it_is_given():
+def test_every_plot_is_drawn_into_the_axes_it_is_given():
     _, axes = plt.subplots(3)
     histogram = diagnostics.exponent_histogram(jnp.ones(1))
     drawn = [
@@ -133,7 +133,7 @@ def test_each_draws_into_the_axes_it_is_given():
     assert all(ax is given for ax, given in zip(drawn, axes, strict=True))
 
 
-def test_without_matplotlib_it_says_what_to_install():
+def test_without_matplotlib_plotting_says_what_to_install():
     code = (
         "import sys; sys.modules['matplotlib'] = None; import jax.numpy as jnp; "
         "import optax_lossscale as ols; "

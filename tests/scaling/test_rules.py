@@ -1,4 +1,4 @@
-"""The classic rule, the constant ones, and what they refuse."""
+"""The dynamic rule, the static rule and no loss scale; and refused settings."""
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ def scales(rule, history):
     return trace
 
 
-def test_growth_comes_exactly_on_the_interval_th_finite_step():
-    # Flax's DynamicScale is one step late.
+def test_the_scale_grows_exactly_on_the_last_finite_step_of_the_interval():
+    # Flax's DynamicScale grows one step late.
     rule = ols.dynamic_loss_scale(8.0, growth_interval=3)
     assert scales(rule, [True] * 7) == [8, 8, 8, 16, 16, 16, 32, 32]
 
 
-def test_by_default_growth_comes_on_the_2000th_finite_step():
+def test_by_default_the_scale_grows_on_the_2000th_finite_step():
     rule = ols.dynamic_loss_scale(8.0)
     state = rule.init()
     count = state.rule_state._replace(growth_count=jnp.asarray(1998, jnp.int32))
@@ -34,7 +34,7 @@ def test_by_default_growth_comes_on_the_2000th_finite_step():
     assert (before.loss_scale, rule.adjust(before, True).loss_scale) == (8, 16)
 
 
-def test_a_nonfinite_step_backs_off_and_starts_the_count_again():
+def test_a_nonfinite_step_backs_off_and_restarts_the_count():
     rule = ols.dynamic_loss_scale(8.0, growth_interval=3)
     assert scales(rule, [True, True, False, True, True, True]) == [8, 8, 8, 4, 4, 4, 8]
 
@@ -45,8 +45,8 @@ def test_growth_stops_at_the_cap_and_backoff_at_the_floor():
     assert scales(rule, [False] * 3) == [8, 4, 3, 3]
 
 
-def test_the_first_scale_may_lie_outside_the_bounds():
-    # As jmp, which starts at 8 with a floor of 16.
+def test_the_initial_scale_can_lie_outside_the_bounds():
+    # jmp allows this: it can start at 8 with a floor of 16.
     low = ols.dynamic_loss_scale(8.0, min_scale=16.0)
     assert scales(low, [True, False]) == [8, 8, 16]
     high = ols.dynamic_loss_scale(64.0, max_scale=16.0, growth_interval=2)
@@ -58,14 +58,14 @@ def test_the_default_floor_is_below_one():
     assert scales(ols.dynamic_loss_scale(1.0), [False])[-1] == 0.5
 
 
-def test_hysteresis_refilled_by_finite_steps_counts_nonfinite_ones_in_a_row():
+def test_hysteresis_refilled_by_finite_steps_counts_consecutive_nonfinite_steps():
     rule = ols.dynamic_loss_scale(8.0, hysteresis=2)
     assert scales(rule, [False, True, False, True]) == [8, 8, 8, 8, 8]
     assert scales(rule, [False, False, False]) == [8, 8, 4, 2]
     assert scales(rule, [False, False, True, False, False]) == [8, 8, 4, 4, 4, 2]
 
 
-def test_hysteresis_refilled_by_growth_does_not_forget():
+def test_hysteresis_refilled_by_growth_counts_nonfinite_steps_across_finite_ones():
     rule = ols.dynamic_loss_scale(
         8.0, hysteresis=2, hysteresis_refill="growth", growth_interval=2
     )
@@ -74,7 +74,9 @@ def test_hysteresis_refilled_by_growth_does_not_forget():
 
 
 @pytest.mark.parametrize(("steps", "lowered"), [(10, 5), (50, 10)])
-def test_a_restored_count_beyond_a_lowered_interval_still_grows(steps, lowered):
+def test_the_scale_grows_when_a_restored_count_exceeds_a_lowered_interval(
+    steps, lowered
+):
     # torch and Flax compare with `==`, and never grow again.
     old = ols.dynamic_loss_scale(8.0, growth_interval=100)
     state = old.init()
@@ -84,12 +86,12 @@ def test_a_restored_count_beyond_a_lowered_interval_still_grows(steps, lowered):
     assert new.adjust(state, True).loss_scale == 16
 
 
-def test_the_scale_never_passes_the_largest_one_with_a_normal_reciprocal():
+def test_the_scale_never_exceeds_the_largest_scale_with_a_normal_reciprocal():
     rule = ols.dynamic_loss_scale(2.0**125, growth_interval=1, max_scale=2.0**126)
     assert scales(rule, [True] * 3)[1:] == [2.0**126] * 3
 
 
-def test_counters_count():
+def test_the_counters_count_skipped_and_all_steps():
     rule = ols.dynamic_loss_scale(8.0)
     state = rule.init()
     for finite in [True, False, False, True, False]:
@@ -108,18 +110,18 @@ def test_counters_count():
         ols.static_loss_scale,
     ],
 )
-def test_a_verdict_may_be_a_number(make):
+def test_the_verdict_can_be_a_number(make):
     rule = make(8.0)
     for number in (0, 1, np.int32(0), np.float32(1.0)):
         expected = rule.adjust(rule.init(), bool(number), 1.0)
         assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
 
 
-def test_a_static_scale_carries_nothing_of_its_own():
+def test_a_static_scale_has_no_rule_state():
     assert ols.static_loss_scale(8.0).init().rule_state == ()
 
 
-def test_counters_saturate():
+def test_the_counters_stop_at_the_largest_int32():
     largest = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     rule = ols.dynamic_loss_scale(8.0, hysteresis=3)
     state = rule.init()._replace(step_count=largest, total_notfinite=largest)
@@ -128,7 +130,7 @@ def test_counters_saturate():
 
 
 def test_a_floor_survives_jit_and_tree_map():
-    # The jmp fault: tree_flatten forgot min_loss_scale.
+    # A bug of jmp: tree_flatten forgot min_loss_scale.
     rule = ols.dynamic_loss_scale(2.0, min_scale=0.25)
     state = jax.tree.map(lambda x: x, rule.init())
     for _ in range(6):
@@ -137,13 +139,13 @@ def test_a_floor_survives_jit_and_tree_map():
 
 
 @pytest.mark.parametrize("skip_nonfinite", [True, False])
-def test_static_keeps_the_scale(skip_nonfinite):
+def test_a_static_scale_never_changes(skip_nonfinite):
     rule = ols.static_loss_scale(128.0, skip_nonfinite=skip_nonfinite)
     assert scales(rule, [True, False, False]) == [128.0] * 4
     assert rule.skips is skip_nonfinite
 
 
-def test_static_counts_skips_unless_it_does_not_skip():
+def test_a_static_scale_counts_skipped_steps_only_if_it_skips():
     for settings, expected in (
         ({}, (2, 2, 3)),
         ({"skip_nonfinite": True}, (2, 2, 3)),
@@ -158,7 +160,7 @@ def test_static_counts_skips_unless_it_does_not_skip():
         assert state.last_finite == (not settings.get("skip_nonfinite", True))
 
 
-def test_no_loss_scale_is_one_and_skips_nothing():
+def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
     rule = ols.no_loss_scale()
     assert scales(rule, [True, False]) == [1.0] * 3
     assert rule.skips is False
@@ -203,7 +205,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_dynamic_refuses_a_wrong_value(settings, message):
+def test_the_dynamic_rule_refuses_a_wrong_value(settings, message):
     with pytest.raises(ValueError, match=message):
         ols.dynamic_loss_scale(**settings)
 
@@ -218,43 +220,43 @@ def test_dynamic_refuses_a_wrong_value(settings, message):
         ({"hysteresis": True}, r"`hysteresis` must be an integer, got True of type b"),
     ],
 )
-def test_dynamic_refuses_a_wrong_kind(settings, message):
+def test_the_dynamic_rule_refuses_a_wrong_type(settings, message):
     with pytest.raises(TypeError, match=message):
         ols.dynamic_loss_scale(**settings)
 
 
 @pytest.mark.parametrize("value", [0.0, -8.0, np.nan, np.inf, 2.0**127])
-def test_static_refuses_an_unusable_scale(value):
+def test_the_static_rule_refuses_an_unusable_scale(value):
     with pytest.raises(ValueError, match=r"`scale` must be positive, finite"):
         ols.static_loss_scale(value)
 
 
-def test_settings_may_be_large_python_integers():
+def test_settings_can_be_large_python_integers():
     rule = ols.dynamic_loss_scale(2**100, max_scale=2**126, growth_interval=1)
     assert scales(rule, [True]) == [2.0**100, 2.0**101]
     with pytest.raises(ValueError, match=r"`max_scale` must be positive, finite"):
         ols.dynamic_loss_scale(max_scale=2**127)
 
 
-def test_a_setting_is_one_number():
+def test_a_setting_must_be_one_number():
     with pytest.raises(TypeError, match=r"`init_scale` must be one number, got shape"):
         ols.dynamic_loss_scale(np.ones(2))
 
 
-def test_a_setting_may_be_the_last_of_its_range():
+def test_a_setting_can_be_at_the_end_of_its_range():
     assert ols.dynamic_loss_scale(growth_interval=2**31 - 1).init().loss_scale == 2**15
     assert ols.smooth_loss_scale(growth_bits=126.0).init().loss_scale == 2**15
     for scale in (2.0**-126, 2.0**126):
         assert ols.static_loss_scale(scale).init().loss_scale == scale
 
 
-def test_a_setting_without_an_upper_limit_says_so():
+def test_the_error_for_a_setting_without_an_upper_limit_names_no_limit():
     with pytest.raises(
         ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
     ):
         static_number("x", -1.0, 0.0)
 
 
-def test_settings_may_be_numpy_numbers():
+def test_settings_can_be_numpy_numbers():
     rule = ols.dynamic_loss_scale(np.float32(8), growth_interval=np.int64(1))
     assert scales(rule, [True]) == [8, 16]

@@ -15,7 +15,9 @@ NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 @pytest.mark.parametrize("function", [ols.scale, ols.unscale])
 @pytest.mark.parametrize("dtype", [*NARROW, jnp.float32])
-def test_scale_and_unscale_give_float32_for_float32_and_narrower(function, dtype):
+def test_scale_and_unscale_return_float32_for_float32_and_narrower_dtypes(
+    function, dtype
+):
     assert function(jnp.ones(2, dtype), STATE).dtype == jnp.float32
 
 
@@ -37,7 +39,7 @@ def test_unscale_divides():
     ]
 
 
-def test_scale_takes_a_callable_tree_but_no_function():
+def test_scale_accepts_a_callable_pytree_and_refuses_a_function():
     state = ols.static_loss_scale(8.0).init()
     doubled = jax.tree_util.Partial(lambda x: 2 * x, jnp.ones(2))
     assert ols.scale(doubled, state).args[0].tolist() == [8.0, 8.0]
@@ -45,12 +47,12 @@ def test_scale_takes_a_callable_tree_but_no_function():
         ols.scale(lambda x: x, state)
 
 
-def test_scale_takes_a_python_number():
+def test_scale_accepts_a_python_number():
     assert ols.scale(3.0, STATE) == 3072.0
 
 
 def test_scale_does_not_overflow_a_float16_loss():
-    # The mpx and Keras fault: a loss of 3 times 2**15 is infinite in float16.
+    # A bug of mpx and Keras: a loss of 3 times 2**15 is infinite in float16.
     state = ols.static_loss_scale(2.0**15).init()
     assert ols.scale(jnp.float16(3), state) == 98304.0
     for scale in (2.0**15, 2.0**16, 2.0**24):
@@ -61,7 +63,7 @@ def test_scale_does_not_overflow_a_float16_loss():
 
 
 def test_unscale_does_not_underflow_in_float16():
-    # The jmp fault: 1e-3 / 2**15 is zero in float16.
+    # A bug of jmp: 1e-3 / 2**15 is zero in float16.
     state = ols.static_loss_scale(2.0**15).init()
     for exponent in (-10, -12):
         unscaled = ols.unscale(jnp.float16(2.0**exponent), state)
@@ -74,7 +76,7 @@ def test_unscale_at_the_largest_scale_does_not_flush_to_zero():
     assert ols.unscale(jnp.float32(2.0**100), state) == 2.0**-26
 
 
-def test_scale_keeps_an_infinite_real_part_out_of_the_imaginary_one():
+def test_scale_keeps_an_infinite_real_part_out_of_the_imaginary_part():
     value = jax.lax.complex(jnp.float32(jnp.inf), jnp.float32(-1.0))
     scaled = ols.scale(value, STATE)
     assert (scaled.real, scaled.imag) == (jnp.inf, -1024.0)
@@ -98,7 +100,7 @@ def test_leaves_that_are_not_floating_pass_through(function):
     )
 
 
-def test_unscale_leaves_masked_out_parts_untouched():
+def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
     tree = {"w": {"a": jnp.ones(2), "b": jnp.ones(2)}, "fp8": jnp.ones(2, jnp.float16)}
     for mask in ({"w": True, "fp8": False}, lambda tree: {k: k == "w" for k in tree}):
         out = ols.unscale(tree, STATE, mask=mask)
@@ -106,6 +108,6 @@ def test_unscale_leaves_masked_out_parts_untouched():
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
 
 
-def test_unscale_with_a_mask_of_another_tree_fails():
+def test_unscale_refuses_a_mask_of_another_tree_structure():
     with pytest.raises(ValueError, match="dict"):
         ols.unscale({"a": jnp.ones(2)}, STATE, mask={"b": True})

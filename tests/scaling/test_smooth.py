@@ -38,7 +38,7 @@ def test_the_smooth_rule_equals_its_oracle(bounds, init, growth, backoff, histor
 def test_the_smooth_rule_skips_at_the_rate_of_growth_over_backoff():
     rule = ols.smooth_loss_scale(2.0**20, growth_bits=1e-2, backoff_bits=1.0)
 
-    def step(state, magnitude):  # Of the largest gradient, as a power of two.
+    def step(state, magnitude):  # `magnitude` is that of the largest gradient.
         finite = state.loss_scale * magnitude < 65504
         state = rule.adjust(state, finite)
         return state, finite
@@ -49,7 +49,7 @@ def test_the_smooth_rule_skips_at_the_rate_of_growth_over_backoff():
     assert rate == pytest.approx(1e-2, rel=0.2)
 
 
-def test_by_default_the_smooth_rule_moves_by_a_thousandth_of_a_bit_and_by_one():
+def test_by_default_the_smooth_rule_rises_by_0_001_bits_and_falls_by_one_bit():
     rule = ols.smooth_loss_scale()
     state = rule.adjust(rule.init(), True)
     assert (state.loss_scale, state.rule_state.fraction) == (2.0**15, np.float32(1e-3))
@@ -57,20 +57,20 @@ def test_by_default_the_smooth_rule_moves_by_a_thousandth_of_a_bit_and_by_one():
     assert state.loss_scale == 2.0**14
 
 
-def test_the_smooth_rule_starts_with_a_fraction_where_the_scale_is_between():
+def test_an_initial_scale_between_powers_of_two_becomes_a_fraction():
     state = ols.smooth_loss_scale(2.0**10 * 1.5).init()
     assert state.loss_scale == 2.0**10
     assert state.rule_state.fraction == pytest.approx(math.log2(1.5))
 
 
-def test_the_smooth_rule_goes_on_from_a_scale_that_was_set():
+def test_the_smooth_rule_continues_from_a_scale_that_was_set():
     rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
     state = ols.set_loss_scale(rule.adjust(rule.init(), True), 1000.0)
     assert rule.adjust(state, True).loss_scale == 2000
     assert rule.adjust(state, False).loss_scale == 500
 
 
-def test_the_smooth_rule_takes_a_fraction_that_is_nan_for_zero():
+def test_the_smooth_rule_treats_a_fraction_that_is_nan_as_zero():
     rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
     state = rule.init()
     rule_state = state.rule_state._replace(fraction=jnp.asarray(math.nan, jnp.float32))

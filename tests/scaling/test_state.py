@@ -33,9 +33,7 @@ TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))
     ],
     ids=["dynamic", "smooth", "headroom", "static", "none"],
 )
-def test_every_array_of_a_state_is_strongly_typed_and_no_wider_in_x64(
-    rule, dtypes, x64
-):
+def test_a_state_has_strong_types_that_are_the_same_in_x64(rule, dtypes, x64):
     of_all = [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
     with enable_x64(x64):
         state = rule().init()
@@ -45,7 +43,7 @@ def test_every_array_of_a_state_is_strongly_typed_and_no_wider_in_x64(
             assert not any(leaf.weak_type for leaf in leaves)
 
 
-def test_every_field_of_a_new_state_is_its_own_buffer():
+def test_no_two_fields_of_a_new_state_share_a_buffer():
     leaves = jax.tree.leaves(TX.init(PARAMS).loss_scale_state)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
     assert len(pointers) == len(leaves)
@@ -56,13 +54,13 @@ def test_find_returns_the_state_itself():
     assert_same_bits(ols.find_loss_scale_state(state), state)
 
 
-def test_find_leaves_the_arrays_of_a_restored_state_as_they_are():
+def test_find_returns_the_very_arrays_of_a_restored_state():
     state = jax.device_get(ols.dynamic_loss_scale().init())
     found = ols.find_loss_scale_state({"restored": state})
     assert all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves(state)))
 
 
-def test_get_is_one_where_nothing_would_divide_it_out():
+def test_get_returns_one_where_gradients_would_not_be_unscaled():
     state = ols.no_loss_scale().init()._replace(loss_scale=jnp.asarray(8.0))
     assert ols.get_loss_scale(state) == 1
 
@@ -80,12 +78,12 @@ def test_get_is_one_where_nothing_would_divide_it_out():
     ],
     ids=["bare", "chain", "masked", "multi_steps", "partition"],
 )
-def test_find_sees_through_optax_and_a_parameter_called_loss_scale(wrap):
+def test_find_works_inside_optax_and_beside_a_parameter_called_loss_scale(wrap):
     opt_state = wrap(TX).init(PARAMS)
     assert ols.get_loss_scale(opt_state) == 2.0**10
 
 
-def test_find_sees_through_a_train_state():
+def test_find_works_inside_a_train_state():
     state = flax.training.train_state.TrainState.create(
         apply_fn=nn.Dense(1).apply, params=PARAMS, tx=TX
     )
@@ -119,7 +117,7 @@ def test_find_with_several_states_names_their_paths():
         ols.find_loss_scale_state(tree)
 
 
-def test_set_changes_the_scale_alone():
+def test_set_changes_only_the_scale():
     opt_state = TX.init(PARAMS)
     changed = ols.set_loss_scale(opt_state, 4)
     assert ols.get_loss_scale(changed) == 4.0
@@ -165,7 +163,7 @@ def test_set_refuses_an_unusable_value(value):
 
 
 @pytest.mark.parametrize("value", [True, "8", None, 1j])
-def test_set_refuses_what_is_no_number(value):
+def test_set_refuses_a_value_that_is_not_a_number(value):
     state = ols.dynamic_loss_scale().init()
     with pytest.raises(TypeError, match=r"`value` must be a number, got"):
         ols.set_loss_scale(state, value)

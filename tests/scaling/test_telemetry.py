@@ -1,4 +1,4 @@
-"""Metrics for a loop, and the alarm."""
+"""Metrics of a training loop, and the error for a run that stalls."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def after(history, rule=RULE):
     return state
 
 
-def test_metrics_before_the_first_step():
+def test_metrics_before_the_first_step_show_the_initial_scale():
     metrics = ols.loss_scale_metrics(RULE.init())
     assert {name: value.item() for name, value in metrics.items()} == {
         "loss_scale": 1024.0,
@@ -29,7 +29,7 @@ def test_metrics_before_the_first_step():
     }
 
 
-def test_metrics_after_some_steps():
+def test_metrics_after_some_steps_count_the_skipped_ones():
     metrics = ols.loss_scale_metrics(after([False, True, False, False]))
     assert {name: value.item() for name, value in metrics.items()} == {
         "loss_scale": 128.0,
@@ -40,13 +40,13 @@ def test_metrics_after_some_steps():
     }
 
 
-def test_one_step_of_one_skipped_is_a_rate_of_one_in_float32():
+def test_the_skip_rate_is_one_in_float32_when_the_only_step_was_skipped():
     with enable_x64(True):
         rate = ols.loss_scale_metrics(after([False]))["skip_rate"]
     assert (rate, rate.dtype) == (1.0, jnp.float32)
 
 
-def test_metrics_stack_under_scan():
+def test_metrics_can_be_stacked_by_scan():
     def step(state, finite):
         state = RULE.adjust(state, finite)
         return state, ols.loss_scale_metrics(state)
@@ -56,7 +56,7 @@ def test_metrics_stack_under_scan():
     assert history["skip_rate"].tolist() == [0.0, 0.5]
 
 
-def test_metrics_of_an_optimizer_state():
+def test_metrics_can_be_read_from_an_optimizer_state():
     opt_state = ols.loss_scaled(adam(), RULE).init(jnp.ones(2))
     assert ols.loss_scale_metrics(opt_state)["loss_scale"] == 1024.0
 

@@ -1,4 +1,4 @@
-"""The wrapper: what a step does, what it refuses, and what reaches the inner one."""
+"""`loss_scaled`: steps, refused arguments, and what the inner optimizer is given."""
 
 import re
 
@@ -28,7 +28,7 @@ def poisoned(grads, value=jnp.nan):
 
 
 def spy(seen):
-    """An optimizer that records what it is given, and moves its state."""
+    """An optimizer that records its arguments and changes its state."""
 
     def update(updates, state, params=None, **extra_args):
         seen.append((updates, extra_args))
@@ -37,7 +37,7 @@ def spy(seen):
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
 
 
-def test_a_good_step_is_the_inner_optimizers_own():
+def test_a_good_step_equals_that_of_the_inner_optimizer():
     bare, tx = adam(), ols.loss_scaled(adam(), RULE)
     expected, inner_state = bare.update(GRADS, bare.init(PARAMS), PARAMS)
     updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
@@ -48,7 +48,7 @@ def test_a_good_step_is_the_inner_optimizers_own():
 
 @pytest.mark.parametrize("check_updates", [False, True])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-def test_a_bad_step_moves_the_loss_scale_state_alone(value, check_updates):
+def test_a_bad_step_changes_only_the_loss_scale_state(value, check_updates):
     tx = ols.loss_scaled(adam(), RULE, check_updates=check_updates)
     _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
     updates, after = tx.update(poisoned(scaled(GRADS), value), state, PARAMS)
@@ -63,7 +63,7 @@ def test_a_bad_step_moves_the_loss_scale_state_alone(value, check_updates):
     [(adam(), 2.0**-20, 2.0**120), (optax.sgd(1.0), 2.0**-10, 1e36)],
 )
 def test_gradients_that_overflow_on_unscaling_are_caught(inner, scale, value):
-    # With a scale below 1 the scaled gradients are finite, the true ones are not.
+    # With a scale below 1, scaled gradients can be finite and true ones infinite.
     tx = ols.loss_scaled(inner, ols.dynamic_loss_scale(scale))
     grads = jax.tree.map(lambda p: jnp.full_like(p, value), PARAMS)
     updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
@@ -73,8 +73,8 @@ def test_gradients_that_overflow_on_unscaling_are_caught(inner, scale, value):
     assert not np.any(updates["w"])
 
 
-def test_the_old_scale_unscales_on_a_step_that_grows():
-    # The mpx fault: gradients were divided by the new scale.
+def test_a_step_on_which_the_scale_grows_unscales_by_the_old_scale():
+    # A bug of mpx: gradients were divided by the new scale.
     tx = ols.loss_scaled(
         optax.sgd(1.0), ols.dynamic_loss_scale(SCALE, growth_interval=1)
     )
@@ -83,7 +83,7 @@ def test_the_old_scale_unscales_on_a_step_that_grows():
     assert ols.get_loss_scale(state) == 2 * SCALE
 
 
-def test_the_inner_optimizer_sees_zeros_for_a_bad_step_and_no_nan():
+def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan():
     seen = []
     tx = ols.loss_scaled(spy(seen), RULE)
     grads = poisoned(scaled(GRADS))
@@ -105,7 +105,7 @@ def test_extra_arguments_that_the_inner_optimizer_does_not_know_are_dropped():
     tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS, value=3.0)
 
 
-def test_an_outside_verdict_is_anded_in():
+def test_a_step_counts_as_good_only_if_the_outside_verdict_agrees():
     tx = ols.loss_scaled(adam(), RULE)
     state = tx.init(PARAMS)
     updates, bad = tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
@@ -135,7 +135,7 @@ def record_max(seen):
 
 
 @pytest.mark.parametrize("loss", [1.0, jnp.asarray(jnp.nan), 1])
-def test_an_outside_verdict_that_is_no_bool_is_refused(loss):
+def test_an_outside_verdict_that_is_not_a_bool_is_refused(loss):
     tx = ols.loss_scaled(adam(), RULE)
     with pytest.raises(TypeError, match=r"a bool, got .*`jnp.isfinite\(loss\)`"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=loss)
@@ -154,7 +154,7 @@ def test_a_rule_that_needs_the_largest_gradient_is_given_the_unscaled_one():
     assert seen == expected
 
 
-def test_a_rule_that_needs_it_but_does_not_skip_lets_nan_through():
+def test_a_rule_that_needs_the_largest_gradient_but_never_skips_lets_nan_through():
     seen = []
     rule = record_max(seen)._replace(skips=False)
     tx = ols.loss_scaled(optax.sgd(1.0), rule)
@@ -163,7 +163,7 @@ def test_a_rule_that_needs_it_but_does_not_skip_lets_nan_through():
     assert jnp.isnan(updates["b"][1])
 
 
-def test_static_without_skipping_unscales_and_checks_nothing():
+def test_a_static_scale_that_never_skips_unscales_without_a_check():
     rule = ols.static_loss_scale(SCALE, skip_nonfinite=False)
     tx = ols.loss_scaled(optax.sgd(1.0), rule, check_updates=True)
     updates, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
@@ -173,7 +173,7 @@ def test_static_without_skipping_unscales_and_checks_nothing():
     assert state.loss_scale_state.step_count == 1
 
 
-def test_a_rule_of_ones_own_that_does_not_skip_is_told_that_all_is_finite():
+def test_a_custom_rule_that_never_skips_is_told_that_every_step_is_finite():
     held = ols.static_loss_scale(SCALE)
     tx = ols.loss_scaled(optax.sgd(1.0), held._replace(skips=False))
     _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
@@ -182,7 +182,7 @@ def test_a_rule_of_ones_own_that_does_not_skip_is_told_that_all_is_finite():
 
 @pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
 @pytest.mark.parametrize("check_updates", [False, True])
-def test_all_members_of_an_axis_skip_if_one_does(make, check_updates):
+def test_all_members_of_a_named_axis_skip_if_one_member_does(make, check_updates):
     inner = adam() if not check_updates else nan_updates_when(0.5)
     tx = ols.loss_scaled(
         inner, make(SCALE), axis_name="device", check_updates=check_updates
@@ -196,7 +196,7 @@ def test_all_members_of_an_axis_skip_if_one_does(make, check_updates):
     assert state.loss_scale_state.total_notfinite.tolist() == [1, 1]
 
 
-def test_no_loss_scale_hands_everything_through_untouched():
+def test_no_loss_scale_passes_everything_on_untouched():
     seen = []
     tx = ols.loss_scaled(spy(seen), ols.no_loss_scale(), check_updates=True)
     grads = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
@@ -210,7 +210,7 @@ def test_no_loss_scale_hands_everything_through_untouched():
 
 
 def compiled_text(update, *args):
-    """The computations of the optimized program, without their source positions."""
+    """The optimized program without source positions."""
     text = jax.jit(update).lower(*args).compile().as_text()
     computations = re.search(r"^(%|ENTRY).*", text, flags=re.MULTILINE | re.DOTALL)[0]
     return re.sub(r", metadata=\{[^}]*\}", "", computations)
@@ -218,7 +218,7 @@ def compiled_text(update, *args):
 
 @pytest.mark.parametrize("make", [optax.adamw, optax.sgd, optax.lion])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_no_loss_scale_compiles_to_the_bare_optimizers_program(make, dtype):
+def test_no_loss_scale_compiles_to_the_program_of_the_bare_optimizer(make, dtype):
     bare = lenient(make(0.1))
     grads = jax.tree.map(lambda g: g.astype(dtype), GRADS)
 
@@ -241,7 +241,7 @@ def test_no_loss_scale_compiles_to_the_bare_optimizers_program(make, dtype):
     assert program(ols.static_loss_scale(1.0)) != bare_program
 
 
-def test_float16_gradients_give_what_float32_ones_give():
+def test_float16_gradients_give_the_updates_of_their_float32_casts():
     bare, tx = adam(), ols.loss_scaled(adam(), RULE)
     half = jax.tree.map(lambda g: (g * SCALE).astype(jnp.float16), GRADS)
     expected, _ = bare.update(
@@ -253,7 +253,7 @@ def test_float16_gradients_give_what_float32_ones_give():
     assert_same_bits(updates, expected)
 
 
-# Those that divide a zero gradient by an `eps` that float16 rounds to zero:
+# They divide a zero gradient by an `eps` that float16 rounds to zero:
 # https://github.com/google-deepmind/optax/issues/1754, 1784 and 1789.
 DIVIDING = [
     optax.adam,
@@ -271,7 +271,7 @@ DIVIDING = [
 @pytest.mark.parametrize(
     "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]
 )
-def test_the_state_of_half_precision_parameters_is_float32_and_stays_so(make, dtype):
+def test_the_state_of_half_precision_parameters_is_and_stays_float32(make, dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     tx = ols.loss_scaled(lenient(make(0.1)), RULE)
     state = first = tx.init(params)
@@ -306,7 +306,7 @@ def test_the_inner_optimizer_sees_half_precision_parameters_in_float32():
     assert_same_bits(seen[0], wide)
 
 
-def test_init_takes_abstract_parameters():
+def test_init_accepts_abstract_parameters():
     abstract = jax.eval_shape(
         lambda: jax.tree.map(lambda p: p.astype("bfloat16"), PARAMS)
     )
@@ -322,7 +322,7 @@ def test_optax_can_map_over_the_parameters_in_the_state():
     assert ols.get_loss_scale(state) == SCALE
 
 
-def test_a_weakly_typed_parameter_does_not_make_the_state_weak():
+def test_a_weakly_typed_parameter_does_not_make_the_state_weakly_typed():
     params = {"w": jnp.full((2,), 0.5), "b": 0.5}
     tx = ols.loss_scaled(adam(), RULE)
     state = tx.init(params)
@@ -331,7 +331,7 @@ def test_a_weakly_typed_parameter_does_not_make_the_state_weak():
     assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
-def test_a_weakly_typed_state_is_made_strong_and_what_is_no_array_stays():
+def test_a_weakly_typed_inner_state_becomes_strongly_typed():
     first = {"count": jnp.asarray(0), "mean": jnp.asarray(0.0), "period": 7}
     inner = optax.GradientTransformation(lambda params: first, optax.sgd(0.1).update)
     state = ols.loss_scaled(inner).init(PARAMS).inner_state
@@ -341,7 +341,7 @@ def test_a_weakly_typed_state_is_made_strong_and_what_is_no_array_stays():
     assert state["period"] is first["period"]
 
 
-def test_masked_out_leaves_are_neither_unscaled_nor_checked():
+def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked():
     mask = {"w": True, "b": False}
     for unscale_mask in (mask, lambda grads: {name: name == "w" for name in grads}):
         tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=unscale_mask)
@@ -354,7 +354,7 @@ def test_masked_out_leaves_are_neither_unscaled_nor_checked():
         assert not any(np.any(u) for u in jax.tree.leaves(updates))
 
 
-def test_a_collection_that_is_overwritten_is_selected_outside_by_last_finite():
+def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
     # The recipe for flax's `_overwrite_with_gradient`: its "gradient" is the value.
     owg = "_overwrite_with_gradient"
     params = {"params": PARAMS, owg: {"amax": jnp.asarray([1.0, 2.0])}}
@@ -379,7 +379,7 @@ def test_a_collection_that_is_overwritten_is_selected_outside_by_last_finite():
 
 
 def nan_updates_when(threshold):
-    """Finite gradients, nonfinite updates: Adam's epsilon underflowing, in short."""
+    """An optimizer whose updates are infinite for some finite gradients."""
 
     def update(updates, state, params=None):
         return (
@@ -390,7 +390,7 @@ def nan_updates_when(threshold):
     return optax.GradientTransformation(lambda params: jnp.zeros(2), update)
 
 
-def test_check_updates_skips_and_counts_but_leaves_the_scale():
+def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
     rule = ols.dynamic_loss_scale(SCALE, growth_interval=2)
     tx = ols.loss_scaled(nan_updates_when(100.0), rule, check_updates=True)
     _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
@@ -412,7 +412,7 @@ def test_check_updates_backs_off_when_the_gradients_are_to_blame():
 
 
 def in_float16(inner):
-    """An optimizer that computes in float16, whatever it is given."""
+    """An optimizer that casts parameters and gradients to float16."""
 
     def init(params):
         return inner.init(optax.tree.cast(params, jnp.float16))
@@ -424,7 +424,7 @@ def in_float16(inner):
 
 
 def root_mean_square(learning_rate):
-    """Those of Optax are to be mended; this one stays as they are in 0.2.8."""
+    """Divides by an `eps` that underflows, as Optax 0.2.8 does before its fix."""
 
     def update(updates, state, params=None):
         def normalize(g):
@@ -436,7 +436,7 @@ def root_mean_square(learning_rate):
 
 
 @pytest.mark.parametrize("make", [root_mean_square, *DIVIDING])
-def test_check_updates_stops_a_zero_gradient_whose_update_is_nan(make):
+def test_check_updates_skips_a_step_whose_zero_gradient_gives_a_nan_update(make):
     inner = in_float16(make(0.1))
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -454,7 +454,7 @@ def test_check_updates_stops_a_zero_gradient_whose_update_is_nan(make):
             assert_same_bits(after.inner_state, state.inner_state)
 
 
-def test_without_check_updates_they_pass():
+def test_without_check_updates_nonfinite_updates_pass():
     tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
     updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
     assert jnp.isinf(updates["w"]).any()
@@ -471,7 +471,7 @@ def test_without_check_updates_they_pass():
     ids=["none, dynamic", "none, static", "static, dynamic", "dynamic, none"],
 )
 def test_a_state_of_another_rule_is_refused(rule, other):
-    # Else gradients scaled by the one would not be unscaled by the other.
+    # Otherwise gradients scaled by one rule would not be unscaled by the other.
     tx, saved = ols.loss_scaled(adam(), rule), ols.loss_scaled(adam(), other)
     state = saved.init(PARAMS)
     with pytest.raises(ValueError, match=r"`state` must be .* this optimizer's own ru"):
@@ -482,7 +482,7 @@ def test_a_state_of_another_rule_is_refused(rule, other):
 @pytest.mark.parametrize(
     "wrap", [lambda s: (s,), lambda s: None, lambda s: s._asdict()]
 )
-def test_what_is_no_state_is_refused(wrap):
+def test_a_state_of_the_wrong_type_is_refused(wrap):
     tx = ols.loss_scaled(adam(), RULE)
     with pytest.raises(
         ValueError, match=r"`state` must be a LossScaledState .* got <c"
@@ -490,13 +490,13 @@ def test_what_is_no_state_is_refused(wrap):
         tx.update(GRADS, wrap(tx.init(PARAMS)), PARAMS)
 
 
-def test_adopting_with_what_is_no_rule_is_refused():
+def test_adopting_a_state_with_a_number_as_the_rule_is_refused():
     with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got 4.0"):
         ols.adopt_inner_state(adam().init(PARAMS), 4.0)
 
 
 def test_differentiating_through_a_bad_step_gives_no_nan():
-    inner = lenient(optax.adam(0.1, eps_root=1e-8))  # Else its sqrt at 0 gives one.
+    inner = lenient(optax.adam(0.1, eps_root=1e-8))  # Without it, sqrt at 0 gives NaN.
     tx = ols.loss_scaled(inner, RULE)
 
     def after_step(x, poison):
@@ -520,7 +520,7 @@ def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
     assert not np.any(updates["w"])
 
 
-def test_it_works_with_x64_on():
+def test_types_stay_the_same_in_x64():
     with enable_x64(True):
         params = {"f32": jnp.ones(2, jnp.float32), "f64": jnp.ones(2, jnp.float64)}
         tx = ols.loss_scaled(adam(), RULE)
@@ -530,7 +530,7 @@ def test_it_works_with_x64_on():
         assert state.loss_scale_state.step_count.dtype == jnp.int32
 
 
-def test_integer_and_float0_leaves_pass():
+def test_integer_and_float0_leaves_pass_through():
     params = {"w": jnp.ones(2), "steps": jnp.arange(3)}
     grads = {"w": jnp.ones(2) * SCALE, "steps": np.zeros(3, jax.dtypes.float0)}
     tx = ols.loss_scaled(optax.identity(), RULE)
@@ -552,8 +552,8 @@ def test_integer_and_float0_leaves_pass():
     ],
     ids=["missing", "extra", "list", "leaf", "deeper"],
 )
-def test_gradients_of_another_tree_fail_at_trace_time(grads):
-    tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # Which alone would not notice.
+def test_gradients_of_another_tree_structure_are_refused_at_trace_time(grads):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # SGD itself accepts any tree.
     with pytest.raises(
         ValueError, match=r"^`grads` must have the tree structure of `params`, "
     ) as e:
@@ -562,7 +562,7 @@ def test_gradients_of_another_tree_fail_at_trace_time(grads):
     assert is_leaf == (", got a leaf where there is a subtree. (Do" in str(e.value))
 
 
-def test_absent_gradients_are_no_mismatch():
+def test_gradients_can_be_absent_for_some_parameters():
     tx = ols.loss_scaled(optax.sgd(0.1), RULE)
     for absent in (None, optax.MaskedNode()):
         grads = {"w": GRADS["w"], "b": absent}
@@ -570,7 +570,7 @@ def test_absent_gradients_are_no_mismatch():
 
 
 @pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam", RULE])
-def test_an_inner_that_is_no_optimizer_is_refused(inner):
+def test_an_inner_optimizer_of_the_wrong_type_is_refused(inner):
     with pytest.raises(
         TypeError, match=r"`inner` must be an optimizer with `init` and"
     ):
@@ -578,31 +578,31 @@ def test_an_inner_that_is_no_optimizer_is_refused(inner):
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, "dynamic", ols.dynamic_loss_scale])
-def test_a_loss_scale_that_is_no_rule_is_refused(loss_scale):
+def test_a_loss_scale_of_the_wrong_type_is_refused(loss_scale):
     with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got"):
         ols.loss_scaled(optax.sgd(0.1), loss_scale)
 
 
-def test_without_an_optimizer_it_is_a_link_that_unscales_or_gives_zeros():
+def test_without_an_inner_optimizer_it_unscales_or_returns_zeros():
     tx = ols.loss_scaled(loss_scale=RULE)
     state = tx.init(PARAMS)
     assert_same_bits(tx.update(scaled(GRADS), state, PARAMS)[0], GRADS)
     assert not any(map(np.any, tx.update(poisoned(GRADS), state)[0].values()))
 
 
-def test_a_multi_steps_is_taken_as_it_is():
+def test_a_multi_steps_object_is_accepted_as_the_inner_optimizer():
     state = ols.loss_scaled(optax.MultiSteps(adam(), 2), RULE).init(PARAMS)
     assert isinstance(state.inner_state, optax.MultiStepsState)
 
 
-def test_gradients_of_lookahead_are_those_of_its_fast_parameters():
+def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     tx = ols.loss_scaled(lenient(optax.lookahead(optax.sgd(0.1), 2, 0.5)), RULE)
     pair = optax.LookaheadParams(fast=jnp.ones(2), slow=jnp.ones(2))
     updates, _ = tx.update(jnp.ones(2) * SCALE, tx.init(pair), pair)
     assert_same_bits(updates.fast, jnp.full(2, -0.1))
 
 
-def test_what_holds_masters_sees_the_parameters_in_their_own_dtypes():
+def test_an_optimizer_that_holds_masters_sees_parameters_in_their_own_dtypes():
     half = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     dtypes = {}
     for name, inner in (("bare", spy([])), ("masters", ols.master_weights(spy([])))):
@@ -628,20 +628,20 @@ def test_jit_agrees_with_eager():
         assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
 
 
-def test_an_inner_optimizer_that_is_loss_scaled_already_is_refused():
-    # tf.keras refuses to nest, too: gradients would be unscaled twice.
+def test_an_inner_optimizer_that_is_already_loss_scaled_is_refused():
+    # Gradients would be unscaled twice. tf.keras refuses this, too.
     tx = ols.loss_scaled(optax.chain(ols.loss_scaled(optax.sgd(0.1)), optax.scale(1.0)))
     with pytest.raises(ValueError, match="`inner` must not be loss-scaled itself"):
         tx.init(jnp.ones(1))
 
 
-def test_a_state_that_is_loss_scaled_already_is_not_adopted():
+def test_a_state_that_is_already_loss_scaled_cannot_be_adopted():
     state = ols.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1))
     with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
         ols.adopt_inner_state(state)
 
 
-def test_check_updates_is_true_or_false():
+def test_check_updates_must_be_true_or_false():
     with pytest.raises(
         TypeError, match="`check_updates` must be True or False, got 'yes'"
     ):

@@ -37,7 +37,7 @@ FAULTS = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 0.0])
 
 
 def draw(key):
-    """A gradient, `f32[4]`, perhaps with a fault in one entry."""
+    """A gradient, `f32[4]`; sometimes one entry is a fault."""
     keys = jax.random.split(key, 5)
     size = 10.0 ** jax.random.uniform(keys[0], minval=-12.0, maxval=4.0)
     grads = size * jax.random.normal(keys[1], (4,))
@@ -48,14 +48,14 @@ def draw(key):
 
 
 def run(rule, optimizer, steps, seed=0):
-    """Trains, and gives what was seen of each step."""
+    """Trains, and returns observations of each step."""
     tx = ols.loss_scaled(optimizer, rule)
 
     def step(carry, key):
         params, state = carry
         scale = ols.get_loss_scale(state)
         grads = {"w": (draw(key) * scale).astype(jnp.float16)}
-        # The oracle: by hand, from what the optimizer is given.
+        # The expected verdict, computed from the optimizer's arguments.
         is_finite = jnp.all(jnp.abs(grads["w"].astype(jnp.float32) / scale) < jnp.inf)
         updates, after = tx.update(grads, state, params)
         moved = optax.apply_updates(params, updates)
@@ -92,7 +92,7 @@ def run(rule, optimizer, steps, seed=0):
 
 
 def check(seen):
-    """Raises unless all is as the oracle has it; gives the share of skipped steps."""
+    """Raises unless all observations are right; returns the share of skipped steps."""
     finite, steps = seen["finite"], len(seen["finite"])
     assert seen["sound"].all(), "a parameter or a moment is not finite"
     assert seen["kept"][~finite].all(), "a skipped step changed something"
