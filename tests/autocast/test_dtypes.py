@@ -170,9 +170,8 @@ def test_random_numbers_are_the_same_as_without_autocast():
 
     key = jax.random.key(0)
     expected = jax.jit(fun)(key)
-    for level, dtype in itertools.product(
-        ("O1", "O2", "O3"), (jnp.float16, jnp.bfloat16)
-    ):
+    dtypes = (jnp.float16, jnp.bfloat16)
+    for level, dtype in itertools.product(("O1", "O2", "O3"), dtypes):
         cast = ols.autocast(fun, dtype, level=level)
         chex.assert_trees_all_close(jax.jit(cast)(key), expected, rtol=1e-5)
 
