@@ -37,7 +37,7 @@ POWERS = _words("integer_pow square")
 # Operations that move values without changing them.
 MOVES = _words(
     "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "
-    "dynamic_update_slice gather name optimization_barrier pad pcast "
+    "dynamic_update_slice gather name optimization_barrier pad "
     "ppermute pvary reshape rev select_n sharding_constraint slice split squeeze "
     "stop_gradient transpose"
 )

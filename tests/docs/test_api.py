@@ -1,0 +1,189 @@
+"""The promised public names: signatures, defaults, fields, docstrings."""
+
+import inspect
+import types
+
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ols
+
+# Each name as one would write it after `def`.
+SIGNATURES = {
+    ols: """
+adopt_inner_state(inner_state, loss_scale=None)
+all_finite(tree, *, axis_name=None)
+autocast(fun, dtype=float16, *, level="O1", low=(), high=())
+autocast_report(fun, *args, **kwargs)
+cast_params(params, dtype=float16, *, keep=None)
+dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
+    growth_interval=2000, min_scale=2.0**-24, max_scale=2.0**24, hysteresis=1,
+    hysteresis_refill="finite")
+ema_params(opt_state)
+finalize_params(params, opt_state)
+find_loss_scale_state(tree)
+full_precision(fun)
+get_loss_scale(tree)
+headroom_loss_scale(init_scale=2.0**15, *, history=2400, recent=64, margin_bits=0.75,
+    min_scale=2.0**-24, max_scale=2.0**24, dtype=float16)
+loss_scale_metrics(tree)
+loss_scale_optimizer(inner_optimizer, *, dynamic=True, initial_scale=None,
+    dynamic_growth_steps=None, weight_decay=None, learning_rate=None, clipnorm=None,
+    clipvalue=None, global_clipnorm=None, use_ema=False, ema_momentum=0.99,
+    ema_overwrite_frequency=None, loss_scale_factor=None,
+    gradient_accumulation_steps=None, axis_name=None)
+loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
+    check_updates=False)
+master_weights(inner)
+max_magnitude(tree, *, axis_name=None)
+no_loss_scale()
+raise_if_stalled(tree, max_consecutive=50)
+scale(tree, state)
+scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
+scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
+set_loss_scale(tree, value)
+smooth_loss_scale(init_scale=2.0**15, *, growth_bits=1e-3, backoff_bits=1.0,
+    min_scale=2.0**-24, max_scale=2.0**24)
+static_loss_scale(scale, *, skip_nonfinite=True)
+unscale(tree, state, *, mask=None)
+""",
+    ols.presets: """
+apex(init_scale=2.0**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24)
+deepspeed(init_scale=2.0**32, scale_window=1000, min_scale=1.0, delayed_shift=1,
+    consecutive_hysteresis=False)
+fairseq(init_scale=2.0**15, scale_factor=2.0, scale_window=2000, tolerance=0.0,
+    threshold=None, min_loss_scale=1e-4)
+flax(scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
+    minimum_scale=float(finfo(float32).tiny))
+from_torch_state_dict(state_dict)
+jmp(loss_scale=2.0**15, period=2000, factor=2, min_loss_scale=1.0)
+keras(initial_scale=2.0**15, dynamic_growth_steps=2000)
+megatron(initial_scale=2.0**32, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5,
+    growth_interval=1000, hysteresis=2)
+mindspore_dynamic(init_loss_scale=2.0**24, scale_factor=2, scale_window=2000)
+mindspore_fixed(loss_scale=128.0, drop_overflow_update=True)
+tf_keras(dynamic=True, initial_scale=None, dynamic_growth_steps=None)
+to_torch_state_dict(state, *, growth_factor=2.0, backoff_factor=0.5,
+    growth_interval=2000)
+torch(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
+    enabled=True)
+""",
+    ols.diagnostics: """
+exponent_histogram(tree, *, min_exponent=-40, max_exponent=20)
+headroom_bits(tree, *, scale=1.0, dtype=float16)
+nonfinite_report(tree)
+print_nonfinite_report(tree, *, file=None)
+suggest_init_scale(tree, *, dtype=float16, margin_bits=2.0)
+underflow_fraction(tree, *, scale=1.0, dtype=float16)
+""",
+    ols.plotting: """
+plot_exponent_histogram(histograms, *, dtype=float16, ax=None)
+plot_loss_scale(history, *, ax=None)
+plot_training(losses, loss_scales, *, ax=None)
+plot_underflow_by_leaf(tree, *, scale=1.0, dtype=float16, ax=None)
+""",
+}
+FIELDS = {
+    "LossScale": "init adjust skips needs_grads_max",
+    "LossScaleState": "loss_scale last_finite notfinite_count total_notfinite "
+    "step_count rule_state",
+    "LossScaledState": "loss_scale_state inner_state",
+}
+EXPECTED = {
+    (module, signature.partition("(")[0]): f"{signature})"
+    for module, text in SIGNATURES.items()
+    for signature in text.strip().removesuffix(")").split(")\n")
+}
+
+
+def parameters(function):
+    """Name, kind, default and its type, of each parameter."""
+    return [
+        (p.name, p.kind, p.default, type(p.default))
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def public_functions(module):
+    return {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType)
+        and not name.startswith("_")
+        and (
+            value.__module__ == module.__name__
+            or name in getattr(module, "__all__", ())
+        )
+    }
+
+
+@pytest.mark.parametrize(("module", "name"), EXPECTED)
+def test_every_signature_is_as_promised(module, name):
+    names = {"float16": jnp.float16, "float32": jnp.float32, "finfo": jnp.finfo}
+    exec(f"def {EXPECTED[module, name]}: ...", names)
+    assert parameters(getattr(module, name)) == parameters(names[name])
+
+
+@pytest.mark.parametrize("name", [name for _, name in EXPECTED])
+def test_every_signature_can_be_read_in_help(name):
+    # Expanded type aliases once made a signature of 917 characters.
+    (module,) = {owner for owner, other in EXPECTED if other == name}
+    signature = inspect.signature(getattr(module, name))
+    for parameter in [*signature.parameters.values(), signature]:
+        assert "Union" not in str(parameter)
+        assert "jaxlib" not in str(parameter)
+        if parameter is not signature:
+            assert len(str(parameter)) <= 80
+
+
+@pytest.mark.parametrize(
+    "rule", [ols.dynamic_loss_scale, ols.smooth_loss_scale, ols.headroom_loss_scale]
+)
+def test_a_bound_shows_as_a_number_or_an_optax_schedule(rule):
+    bounds = inspect.signature(rule).parameters
+    for name in ("min_scale", "max_scale"):
+        assert bounds[name].annotation == "float | optax.Schedule"
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_no_public_function_is_missing(module):
+    promised = {name for owner, name in EXPECTED if owner is module}
+    assert public_functions(module) == promised
+
+
+def test_the_list_of_public_names_is_complete_and_sorted():
+    modules = {"diagnostics", "plotting", "presets"}
+    public = {
+        name
+        for name, value in vars(ols).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert set(ols.__all__) == public | modules
+    assert ols.__all__ == sorted(ols.__all__)
+    functions = {name for owner, name in EXPECTED if owner is ols}
+    assert public - functions == {*FIELDS, "LossScaleStalledError"}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_fields_of_states_are_as_promised(name):
+    assert getattr(ols, name)._fields == tuple(FIELDS[name].split())
+
+
+def test_the_defaults_of_fields_are_as_promised():
+    assert ols.LossScale._field_defaults == {"skips": True, "needs_grads_max": False}
+    assert ols.LossScaleState._field_defaults == {}
+    assert ols.LossScaledState._field_defaults == {}
+    assert ols.diagnostics.ExponentHistogram._fields == (
+        "exponents",
+        "counts",
+        "zero_count",
+        "nonfinite_count",
+    )
+    assert issubclass(ols.LossScaleStalledError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [*EXPECTED, *((ols, kind) for kind in FIELDS)]
+)
+def test_every_public_name_has_a_docstring_with_a_doctest(module, name):
+    assert ">>> " in inspect.getdoc(getattr(module, name))

@@ -1,0 +1,83 @@
+"""The benchmarks run, and their results hold what README and the tables say."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from helpers.compat import IS_JAX_0_7
+
+pytestmark = pytest.mark.slow
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.skipif(IS_JAX_0_7, reason="it uses jax.set_mesh")
+def test_every_way_of_running_gives_the_same_result_and_skips_together(tmp_path):
+    path = tmp_path / "ways.json"
+    command = [sys.executable, BENCHMARKS / "ways_of_running.py", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = json.loads(path.read_text())
+    assert len(rows) == 15
+    for name, row in rows.items():
+        assert row["skipped together"], name
+        assert row["largest difference"] < 1e-6, name
+        several_axes = name == "jit, sharded over both axes"
+        assert row["collectives"] <= (3 if several_axes else 1), name
+
+
+@pytest.mark.skipif(IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not")
+def test_the_compiled_step_moves_the_bytes_that_the_table_shows(tmp_path):
+    path = tmp_path / "cost.json"
+    script = BENCHMARKS / "compiled_cost.py"
+    command = [sys.executable, script, "--platforms", "cpu", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}
+    assert float(rows["optax_lossscale"]["/ limit"]) < 1.06
+    assert float(rows["optax_lossscale"]["temporary MB more"]) <= 6
+    assert float(rows["flax DynamicScale"]["/ limit"]) > 1.5
+    assert float(rows["by hand"]["temporary MB more"]) > 24
+
+
+def test_the_overhead_is_measured_for_every_way(tmp_path):
+    path = tmp_path / "overhead.json"
+    command = [sys.executable, BENCHMARKS / "step_overhead.py", "--quick"]
+    command += ["--leaves", "2", "--size", "100", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    tables = json.loads(path.read_text())
+    assert len(tables["rows"]) == 5
+    assert tables["eager"] > 0
+
+
+def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(tmp_path):
+    path, picture = tmp_path / "rules.json", tmp_path / "rules.png"
+    script = BENCHMARKS / "rules.py"
+    command = [sys.executable, script, "--json", path, "--plot", picture]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    results = json.loads(path.read_text())
+    torch = results["synthetic"]["presets.torch"]
+    headroom = results["synthetic"]["headroom_loss_scale"]
+    assert len(torch) == 5
+    for kind in torch:
+        for figure in ("skips", "unused bits"):
+            assert headroom[kind][figure] < torch[kind][figure], (kind, figure)
+    assert headroom["sudden rise of 9 bits"]["skips"] <= 3
+    assert len(results["recorded"]["headroom_loss_scale"]) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_autocast_casts_every_model_and_operation_as_the_tables_show(tmp_path):
+    path = tmp_path / "autocast.json"
+    command = [sys.executable, BENCHMARKS / "autocast.py", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    tables = json.loads(path.read_text())
+    assert len(tables["Models"]) == 14
+    for row in tables["Models"]:
+        assert row["products"] == row["in float16"] != "0", row
+        assert float(row["gradient error"].rstrip("%")) < 1, row
+        assert float(row["activations"]) <= 0.9, row
+        if "transformer" in row["model"]:
+            assert float(row["activations"]) <= 0.6
+    assert len(tables["Operations"]) > 90
+    for row in tables["Operations"]:
+        assert row["torch"] == row["here"] or row["why"], row

@@ -1,0 +1,163 @@
+"""The rules in plain Python, written from their definitions."""
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+import numpy as np
+
+
+def run(
+    history: Iterable[bool],
+    *,
+    init_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+    hysteresis_refill: str,
+) -> list[tuple[float, bool, int, int, int]]:
+    """After each step: scale, last finite, consecutive skips, all skips, steps."""
+    f32 = np.float32
+    s, n, h = f32(init_scale), 0, hysteresis
+    row = total = 0
+    trace = []
+    for steps, finite in enumerate(history, start=1):
+        if finite:
+            n, row = n + 1, 0
+            if hysteresis_refill == "finite":
+                h = hysteresis
+            if n >= growth_interval:
+                s, n, h = min(s * f32(growth_factor), f32(max_scale)), 0, hysteresis
+        else:
+            n, h, row, total = 0, h - 1, row + 1, total + 1
+            if h <= 0:
+                s = max(s * f32(backoff_factor), f32(min_scale))
+        trace.append((float(s), finite, row, total, steps))
+    return trace
+
+
+def run_deepspeed(
+    history: Iterable[bool],
+    *,
+    init_scale: float,
+    scale_window: int,
+    min_scale: float,
+    delayed_shift: int,
+    consecutive_hysteresis: bool,
+) -> list[float]:
+    """DeepSpeed's scale after each step, computed from its iteration numbers."""
+    s, last_overflow, left, trace = init_scale, -1, delayed_shift, []
+    for i, finite in enumerate(history):
+        if finite:
+            since = i - last_overflow - 1
+            if consecutive_hysteresis:
+                left = delayed_shift
+            if since > 0 and since % scale_window == 0:
+                s *= 2
+                left = delayed_shift
+        else:
+            if left > 1:
+                left -= 1
+            else:
+                s = max(s / 2, min_scale)
+            last_overflow = i
+        trace.append(s)
+    return trace
+
+
+def run_fairseq(
+    history: Iterable[bool],
+    *,
+    init_scale: float,
+    scale_factor: float,
+    scale_window: int,
+    tolerance: float,
+    threshold: float | None,
+    min_loss_scale: float,
+) -> list[float]:
+    """Fairseq's scale after each step, up to the step at which Fairseq would raise."""
+    s, last_overflow, last_rescale, overflows, trace = init_scale, -1, -1, 0, []
+    for i, finite in enumerate(history):
+        before = s
+        if finite:
+            if (i - last_overflow) % scale_window == 0:
+                s *= scale_factor
+                last_rescale = i
+        else:
+            overflows += 1
+            last_overflow = i
+            if overflows / (i - last_rescale) >= tolerance:
+                s = max(s / scale_factor, threshold or 0.0)
+                last_rescale, overflows = i, 0
+            if s <= min_loss_scale:
+                return [*trace, before]
+        trace.append(s)
+    return trace
+
+
+def run_smooth(
+    history: Iterable[bool],
+    init_scale: float,
+    min_scale: float,
+    max_scale: float,
+    *,
+    growth_bits: float,
+    backoff_bits: float,
+) -> list[float]:
+    """The exponent after each step."""
+    low, high = math.log2(min_scale), math.log2(max_scale)
+    e, trace = math.log2(init_scale), []
+    for finite in history:
+        e = min(max(e + growth_bits if finite else e - backoff_bits, low), high)
+        trace.append(e)
+    return trace
+
+
+def run_headroom(
+    maxima: Iterable[float],
+    init_scale: float,
+    min_scale: float,
+    max_scale: float,
+    *,
+    history: int,
+    recent: int,
+    margin_bits: float,
+) -> list[float]:
+    """The scale after each step, in exact fractions; only the margin is rounded."""
+    s, was_finite, trace = init_scale, True, []
+    magnitudes, peaks = [0], [0]
+    largest = Fraction(65504)
+    usable = Fraction(float(np.float32(65504 * 2.0**-margin_bits)))
+
+    def below(limit: Fraction) -> float:
+        """The largest power of two that is at most the limit."""
+        power = 2.0**200
+        while Fraction(power) > limit:
+            power /= 2
+        return power
+
+    for steps, maximum in enumerate(maxima):
+        finite = math.isfinite(maximum)
+        repeated = not finite and not was_finite
+        was_finite = finite
+        if finite:
+            calm = max(magnitudes[-min(recent, history) :])
+            is_peak = (
+                calm and Fraction(below(usable / calm)) * Fraction(maximum) > largest
+            )
+            magnitudes.append(Fraction(maximum))
+            peaks.append(Fraction(maximum) if is_peak else 0)
+        else:
+            magnitudes.append(0)
+            peaks.append(0 if repeated else 2 * largest / Fraction(s))
+        top = max(magnitudes[-min(recent, history) :] + peaks[-history:])
+        unknown = s * 2 if steps >= min(recent, history) else s
+        new = below(usable / top) if top else unknown
+        if repeated:
+            new = min(new, s / 2**8)
+        s = min(max(new, min_scale), max_scale)
+        trace.append(s)
+    return trace

@@ -1,0 +1,266 @@
+"""A run that is saved and restored, with any tool, continues with the same bits."""
+
+import functools
+import pathlib
+import pickle
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from helpers.compare import assert_same_bits, types
+from helpers.inner import adam, lenient
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+
+PARAMS = {
+    "w": jnp.linspace(-1.0, 1.0, 16).reshape(8, 2),
+    "loss_scale": jnp.asarray([0.5, -0.0], jnp.float16),
+}
+RULES = {
+    "dynamic": ols.dynamic_loss_scale(2.0**10, growth_interval=2, hysteresis=2),
+    "static": ols.static_loss_scale(8.0),
+    "smooth": ols.smooth_loss_scale(growth_bits=0.4),
+    "headroom": ols.headroom_loss_scale(history=4, recent=2),
+    "none": ols.no_loss_scale(),
+}
+GRADS = [1.0, 3.0, np.nan, 0.01, 2.0, np.inf, np.inf, 0.5, -1.0]
+
+
+def optimizer(rule):
+    return ols.loss_scaled(adam(), RULES[rule])
+
+
+@functools.cache
+def jitted_step(rule):
+    @jax.jit
+    def step(params, opt_state, size):
+        grads = jax.tree.map(lambda p: p * size.astype(p.dtype), params)
+        grads = ols.scale(grads, opt_state)
+        updates, opt_state = optimizer(rule).update(grads, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def train(rule, params, opt_state, sizes):
+    """Parameters and optimizer state before each step, and after the last."""
+    held = [(params, opt_state)]
+    for size in np.nan_to_num(sizes, posinf=1.0) if rule == "none" else sizes:
+        held.append(jitted_step(rule)(*held[-1], np.float32(size)))
+    return held
+
+
+def fresh(rule):
+    # A bare Adam widens its moments of float16 parameters at the second step.
+    params = optax.tree.cast(PARAMS, jnp.float32) if rule == "none" else PARAMS
+    return params, optimizer(rule).init(params)
+
+
+@functools.cache
+def uninterrupted(rule):
+    return train(rule, *fresh(rule), GRADS)
+
+
+def by_path(target, tree):
+    """Converts a tree of plain dicts and lists to the types of the target."""
+
+    def look_up(path, leaf):
+        node = tree
+        for key in path:
+            kinds = ("name", "idx", "key")  # For a NamedTuple, a tuple, a dict.
+            node = node[next(getattr(key, k) for k in kinds if hasattr(key, k))]
+        return jnp.asarray(node, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(look_up, target)
+
+
+def with_pickle(tree, target, folder):
+    return pickle.loads(pickle.dumps(tree))
+
+
+def with_flax(tree, target, folder):
+    data = flax.serialization.to_bytes(tree)
+    return flax.serialization.from_bytes(target, data)
+
+
+def with_numpy(tree, target, folder):
+    np.savez(folder / "saved.npz", *jax.tree.leaves(tree))
+    with np.load(folder / "saved.npz") as saved:
+        leaves = [saved[name] for name in saved.files]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def with_orbax(tree, target, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", tree, force=True)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "saved", target)
+
+
+def with_orbax_without_a_target(tree, target, folder):
+    return by_path(target, with_orbax(tree, None, folder))
+
+
+TOOLS = [
+    with_pickle,
+    with_flax,
+    with_numpy,
+    with_orbax,
+    with_orbax_without_a_target,
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits(
+    tool, rule, tmp_path
+):
+    whole = uninterrupted(rule)
+    for step, held in enumerate(whole):
+        restored = tool(held, fresh(rule), tmp_path)
+        assert_same_bits(restored, held)
+        assert_same_bits(train(rule, *restored, GRADS[step:])[-1], whole[-1])
+
+
+def test_a_state_of_numpy_arrays_works_without_jit():
+    tx = optimizer("dynamic")
+    params, opt_state = uninterrupted("dynamic")[4]
+    grads = jax.tree.map(jnp.ones_like, params)
+    expected = tx.update(grads, opt_state, params)
+    actual = tx.update(grads, jax.tree.map(np.asarray, opt_state), params)
+    assert_same_bits(actual, expected)
+    assert types(actual) == types(expected)
+
+
+def test_orbax_can_restore_into_abstract_shapes(tmp_path):
+    _, opt_state = uninterrupted("headroom")[4]
+    target = jax.eval_shape(optimizer("headroom").init, PARAMS)
+    assert_same_bits(with_orbax(opt_state, target, tmp_path), opt_state)
+
+
+def test_plain_dicts_restored_without_a_target_are_refused_with_a_hint(tmp_path):
+    plain = with_orbax(uninterrupted("dynamic")[4][1], None, tmp_path)
+    with pytest.raises(ValueError, match="restore into a target"):
+        ols.get_loss_scale(plain)
+    with pytest.raises(ValueError, match="must be a LossScaledState"):
+        optimizer("dynamic").update(PARAMS, plain, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((2,), ("data",)), ((4, 2), ("data", "model")), ((1,), ("one",))],
+)
+def test_orbax_restores_onto_another_mesh(shape, axes, tmp_path):
+    def placed(tree, mesh, spec):
+        def place(leaf):
+            where = NamedSharding(mesh, spec if jnp.shape(leaf) == (8, 2) else P())
+            return jax.device_put(leaf, where)
+
+        return jax.tree.map(place, tree)
+
+    held = uninterrupted("dynamic")[4]
+    saved = placed(held, jax.make_mesh((8,), ("data",)), P("data"))
+    target = placed(fresh("dynamic"), jax.make_mesh(shape, axes), P(*axes))
+    restored = with_orbax(saved, target, tmp_path)
+    assert_same_bits(restored, held)
+    shardings = [jax.tree.map(lambda x: x.sharding, t) for t in (restored, target)]
+    assert shardings[0] == shardings[1]
+    after = train("dynamic", *restored, GRADS[4:])[-1]
+    assert_same_bits(after, uninterrupted("dynamic")[-1])
+
+
+def test_a_state_saved_without_loss_scaling_can_be_adopted():
+    bare, tx = adam(), optimizer("dynamic")
+    params = {"w": PARAMS["w"]}
+    grads = jax.tree.map(lambda p: p * 0.25, params)
+    _, saved = bare.update(grads, bare.init(params), params)
+    saved = flax.serialization.from_bytes(
+        bare.init(params), flax.serialization.to_bytes(saved)
+    )
+    adopted = ols.adopt_inner_state(saved, RULES["dynamic"])
+    assert types(adopted) == types(tx.init(params))
+    expected, inner_state = bare.update(grads, saved, params)
+    updates, state = tx.update(ols.scale(grads, adopted), adopted, params)
+    assert_same_bits(updates, expected)
+    assert_same_bits(state.inner_state, inner_state)
+
+
+def test_a_saved_state_of_half_precision_parameters_can_be_adopted_once_widened():
+    bare, tx = adam(), optimizer("dynamic")
+    params = {"w": PARAMS["w"].astype(jnp.float16)}
+    saved = bare.init(params)
+    assert saved[0].nu["w"].dtype == jnp.float16
+    new = tx.init(params)
+    saved = jax.tree.map(lambda m, n: m.astype(n.dtype), saved, new.inner_state)
+    assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
+
+
+def test_the_bare_optimizer_continues_from_the_inner_state():
+    bare, tx = adam(), optimizer("dynamic")
+    params = {"w": PARAMS["w"]}
+    opt_state = tx.init(params)
+    for size in (0.5, np.nan, 2.0):
+        grads = jax.tree.map(lambda p, size=size: p * size, params)
+        _, opt_state = tx.update(ols.scale(grads, opt_state), opt_state, params)
+    saved = pickle.loads(pickle.dumps(opt_state.inner_state))
+    assert types(saved) == types(bare.init(params))
+    expected, state = tx.update(ols.scale(grads, opt_state), opt_state, params)
+    updates, inner_state = bare.update(grads, saved, params)
+    assert_same_bits(updates, expected)
+    assert_same_bits(inner_state, state.inner_state)
+
+
+def test_a_run_can_continue_under_a_rule_of_another_kind():
+    params, opt_state = uninterrupted("dynamic")[4]
+    adopted = ols.adopt_inner_state(opt_state.inner_state, RULES["headroom"])
+    assert types(adopted) == types(optimizer("headroom").init(params))
+    _, after = train("headroom", params, adopted, [1.0])[-1]
+    assert after.inner_state[0].count == opt_state.inner_state[0].count + 1
+    assert after.loss_scale_state.step_count == 1
+
+
+# Version 0.1.0 pickled these states, with NumPy arrays: the first two (`master_weights`
+# and `keras`) as `init` returns them, the others after a good and a bad step.
+OLD_PICKLE = pathlib.Path(__file__).parent / "data" / "states_0_1_0.pickle"
+OLD_PARAMS = {"w": jnp.ones(2, jnp.float16)}
+OLD_OPTIMIZERS = {
+    "master_weights": ols.master_weights(lenient(optax.sgd(0.1))),
+    "keras": ols.loss_scale_optimizer(
+        lenient(optax.sgd(0.1, momentum=0.9)),
+        weight_decay=0.1,
+        learning_rate=0.1,
+        use_ema=True,
+        gradient_accumulation_steps=2,
+    ),
+    "dynamic": ols.loss_scaled(adam(), ols.dynamic_loss_scale()),
+    "static": ols.loss_scaled(adam(), ols.static_loss_scale(8.0)),
+    "none": ols.loss_scaled(adam(), ols.no_loss_scale()),
+    "smooth": ols.loss_scaled(adam(), ols.smooth_loss_scale(12.0)),
+    "headroom": ols.loss_scaled(adam(), ols.headroom_loss_scale(history=4, recent=2)),
+    "deepspeed": ols.loss_scaled(adam(), ols.presets.deepspeed()),
+    "fairseq": ols.loss_scaled(adam(), ols.presets.fairseq()),
+}
+
+
+@pytest.mark.parametrize("name", OLD_OPTIMIZERS)
+def test_a_run_continues_from_a_state_that_version_0_1_0_pickled(name):
+    saved = jax.tree.map(jnp.asarray, pickle.loads(OLD_PICKLE.read_bytes()))
+    assert set(saved) == set(OLD_OPTIMIZERS)
+    tx, state = OLD_OPTIMIZERS[name], saved[name]
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(OLD_PARAMS))
+    grads = {"w": jnp.ones(2)}
+    with jax.numpy_dtype_promotion("standard"):
+        _, after = tx.update(grads, state, OLD_PARAMS)
+    assert types(after) == types(state)
+    if name != "master_weights":
+        before, now = map(ols.find_loss_scale_state, (state, after))
+        steps, skipped = {"keras": (0, 0), "none": (0, 0)}.get(name, (2, 1))
+        assert (before.step_count, before.total_notfinite) == (steps, skipped)
+        assert now.step_count == (steps if name == "none" else steps + 1)

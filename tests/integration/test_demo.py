@@ -1,0 +1,143 @@
+"""The demo, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from optax_lossscale import demo
+
+FIGURES = {"accuracy", "final_loss", "skipped_steps", "final_scale", "flushed_to_zero"}
+VARIANTS = {"float32", "float16", "float16_static", "float16_dynamic", "bfloat16"}
+
+
+def run_demo(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "optax_lossscale.demo", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_without_a_json_file_the_demo_writes_no_results(tmp_path, capsys):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        demo.main(["--steps", "1", "--plot", str(tmp_path / "picture.png")])
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+    assert "results:" not in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    files = (folder / "results.json", folder / "picture.png")
+    done = run_demo("--seed", 0, "--json", files[0], "--plot", files[1])
+    assert done.returncode == 0, done.stderr
+    return done, *files
+
+
+def test_the_results_hold_every_variant_and_figure(full_run):
+    results = json.loads(full_run[1].read_text())
+    assert set(results) == VARIANTS
+    assert all(set(figures) == FIGURES for figures in results.values())
+
+
+def test_float16_learns_nothing_and_with_a_dynamic_scale_matches_float32(full_run):
+    results = json.loads(full_run[1].read_text())
+    accuracy = {name: figures["accuracy"] for name, figures in results.items()}
+    assert accuracy["float16"] < 0.2
+    assert accuracy["float32"] > 0.9
+    assert accuracy["float16_dynamic"] == pytest.approx(accuracy["float32"], abs=0.015)
+    assert accuracy["float16"] < accuracy["float16_static"]
+
+
+def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
+    results = json.loads(full_run[1].read_text())
+    flushed = {name: figures["flushed_to_zero"] for name, figures in results.items()}
+    assert flushed["float32"] == 0
+    assert flushed["float16"] > 0.3
+    assert flushed["float16_dynamic"] < 0.01
+    assert results["float16_static"]["final_scale"] == 8
+    assert results["float16_dynamic"]["final_scale"] > 2**15
+
+
+def test_the_demo_prints_a_table_and_draws_a_picture(full_run):
+    done, _, picture = full_run
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [row.split()[1] for row in rows[2:]] == list(
+        json.loads(full_run[1].read_text())
+    )
+    assert "100%" in done.stderr  # Each variant has a progress bar.
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_several_seeds_give_one_list_of_results_for_each_variant(tmp_path):
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    done = run_demo("--seed", 1, 2, "--steps", 3, *files)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [len(of_seeds) for of_seeds in results.values()] == [2] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["smooth", "headroom"])
+def test_the_smooth_and_headroom_rules_train_as_well_as_the_dynamic_one(
+    rule, full_run, tmp_path
+):
+    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "p.png")
+    done = run_demo("--rule", rule, *files)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    expected = json.loads(full_run[1].read_text())
+    accuracy = results["float16_dynamic"]["accuracy"]
+    assert accuracy == pytest.approx(expected["float16_dynamic"]["accuracy"], abs=0.01)
+    assert results["float16_dynamic"]["final_scale"] > 2**15
+    assert results["float16"] == expected["float16"]
+
+
+def test_zero_steps_are_refused(capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        demo.main(["--steps", "0"])
+    assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+
+
+WITHOUT_EACH_PACKAGE = """
+import sys
+
+for missing in ("flax", "matplotlib", "sklearn", "tqdm"):
+    sys.modules[missing] = None
+    try:
+        import optax_lossscale.demo
+    except ImportError as error:
+        print(f"{type(error).__name__}: {error}")
+    del sys.modules[missing]
+"""
+
+
+def test_without_a_package_it_needs_the_demo_says_what_to_install():
+    command = [sys.executable, "-c", WITHOUT_EACH_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert "ImportError: the demo needs" in line
+        assert "pip install 'optax-lossscale[demo]'" in line
+
+
+@pytest.mark.slow
+def test_the_float32_network_under_autocast_trains_as_well(tmp_path, full_run):
+    files = (tmp_path / "results.json", tmp_path / "picture.png")
+    done = run_demo("--autocast", "--json", files[0], "--plot", files[1])
+    assert done.returncode == 0, done.stderr
+    results = json.loads(files[0].read_text())
+    by_hand = json.loads(full_run[1].read_text())
+    assert set(results) == VARIANTS
+    for name in ("float32", "float16", "float16_dynamic", "bfloat16"):
+        accuracy = by_hand[name]["accuracy"]
+        assert results[name]["accuracy"] == pytest.approx(accuracy, abs=0.015), name
+    assert results["float16"]["flushed_to_zero"] > 0.3
+    assert results["float16_dynamic"]["flushed_to_zero"] < 0.01

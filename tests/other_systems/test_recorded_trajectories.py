@@ -1,0 +1,258 @@
+"""Replays every recorded trajectory of the real systems; see data/README.md."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.history import states_after
+from helpers.inner import lenient
+
+import optax_lossscale as ols
+
+DATA = pathlib.Path(__file__).parent / "data"
+PRESETS = {
+    "apex": ols.presets.apex,
+    "deepspeed": ols.presets.deepspeed,
+    "fairseq": ols.presets.fairseq,
+    "flax": ols.presets.flax,
+    "jmp": ols.presets.jmp,
+    "keras": ols.presets.keras,
+    "megatron": ols.presets.megatron,
+    "mindspore": ols.presets.mindspore_dynamic,
+    "tf_keras": ols.presets.tf_keras,
+    "torch": ols.presets.torch,
+}
+# Options of the recording that are not settings of the rule.
+NO_SETTING = {"apex": ["loss_scale"], "deepspeed": ["raise_error_at_min_scale"]}
+SCALES = {"mindspore": ["manager_scale", "amp_scale", "cell_scale"]}
+# The system's counter of finite steps, where it counts as `growth_count` does.
+COUNTERS = {
+    "apex": "unskipped",
+    "flax": "counter",
+    "jmp": "counter",
+    "keras": "counter",
+    "megatron": "growth_tracker",
+    "mindspore": "amp_counter",
+    "tf_keras": "counter",
+    "torch": "counter",
+}
+
+
+def read(name):
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+def steps_inside(scales):
+    """Number of steps for which the recorded scales are usable in float32."""
+    inside = (scales > 2.0**-126) & (scales < 2.0**126)
+    return len(scales) if inside.all() else int(np.argmin(inside))
+
+
+def is_power_of_two(value):
+    return np.frexp(value)[0] == 0.5
+
+
+TRACES = [
+    pytest.param(system, trace, id=f"{system}-{i}-{trace['kind']}")
+    for system in PRESETS
+    for i, trace in enumerate(read(f"{system}_scale")["traces"])
+]
+
+
+def test_every_recorded_file_is_replayed():
+    replayed = {f"{system}_scale" for system in PRESETS}
+    replayed |= {"keras_optimizer", "tf_keras_optimizer", "torch_optimizer"}
+    assert {path.stem for path in DATA.glob("*.json")} == replayed
+
+
+@pytest.mark.parametrize(("system", "trace"), TRACES)
+def test_the_scale_of_a_preset_follows_its_system(system, trace):
+    config = dict(trace["config"])
+    for name in NO_SETTING.get(system, []):
+        del config[name]
+    rule = PRESETS[system](**config)
+    states = states_after(rule, trace["finite"])
+    ours = np.asarray(states.loss_scale, np.float64)
+    exact = all(
+        is_power_of_two(value) for name, value in config.items() if "factor" in name
+    )
+    for key in SCALES.get(system, ["scale"]):
+        real = np.asarray([float(scale) for scale in trace[key]])
+        steps = steps_inside(real)
+        assert steps >= 5
+        real = real[:steps]
+        changes = np.cumsum(np.diff(real, prepend=real[:1]) != 0) + 1
+        ulp = np.spacing(real.astype(np.float32)).astype(np.float64)
+        allowed = 0 if exact else changes * ulp
+        assert np.all(np.abs(ours[:steps] - real) <= allowed)
+    if system in COUNTERS:
+        count = states.rule_state.growth_count
+        assert count[:steps].tolist() == trace[COUNTERS[system]][:steps]
+
+
+INNER = {
+    "sgd": lambda learning_rate, momentum=None: optax.sgd(learning_rate, momentum),
+    "sgd_momentum": optax.sgd,
+    # The epsilon of the systems, which also differ in where it enters.
+    "adam": lambda learning_rate: optax.adam(learning_rate, eps=1e-7),
+    "adamw": optax.adamw,
+}
+
+
+def trajectories(system):
+    return [
+        pytest.param(
+            trajectory,
+            id="-".join([str(i), trajectory["inner"], *trajectory["options"]]),
+        )
+        for i, trajectory in enumerate(read(f"{system}_optimizer")["trajectories"])
+    ]
+
+
+def arrays(lists, shapes):
+    return [
+        np.asarray([float(entry) for entry in entries], np.float32).reshape(shape)
+        for entries, shape in zip(lists, shapes, strict=True)
+    ]
+
+
+class Run:
+    """Replays a recorded trajectory with an optimizer of this package."""
+
+    def __init__(self, trajectory, tx):
+        self.shapes = trajectory["shapes"]
+        self.grads = [arrays(grads, self.shapes) for grads in trajectory["grads"]]
+        self.real = [arrays(params, self.shapes) for params in trajectory["params"]]
+        self.real_scale = trajectory["scale"]
+        self.tx = lenient(tx)
+        self.params = [
+            jnp.asarray(array)
+            for array in arrays(trajectory["init_params"], self.shapes)
+        ]
+        self.opt_state = self.tx.init(self.params)
+        self.update = jax.jit(self.tx.update)
+
+    def step(self, grads):
+        grads = ols.scale([jnp.asarray(grad) for grad in grads], self.opt_state)
+        updates, self.opt_state = self.update(grads, self.opt_state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+
+    def assert_params_after(self, i):
+        for ours, real in zip(self.params, self.real[i], strict=True):
+            np.testing.assert_allclose(ours, real, rtol=1e-5, atol=1e-5)
+
+    def assert_scale_after(self, i):
+        assert ols.get_loss_scale(self.opt_state) == self.real_scale[i]
+
+
+@pytest.mark.parametrize("trajectory", trajectories("keras"))
+def test_loss_scale_optimizer_follows_keras(trajectory):
+    options, kwargs = trajectory["options"], trajectory["inner_kwargs"]
+    tx = ols.loss_scale_optimizer(
+        INNER[trajectory["inner"]](**kwargs),
+        initial_scale=trajectory["initial_scale"],
+        dynamic_growth_steps=trajectory["dynamic_growth_steps"],
+        learning_rate=kwargs["learning_rate"],
+        **options,
+    )
+    run = Run(trajectory, tx)
+    for i, grads in enumerate(run.grads):
+        run.step(grads)
+        run.assert_params_after(i)
+        run.assert_scale_after(i)
+        state = ols.find_loss_scale_state(run.opt_state)
+        finite_steps = state.step_count - state.total_notfinite
+        window = options.get("gradient_accumulation_steps", 1)
+        assert finite_steps // window == trajectory["iterations"][i]
+    finalized = ols.finalize_params(run.params, run.opt_state)
+    if "ema" not in trajectory:
+        assert finalized is run.params
+        return
+    for ours, key in (
+        (ols.ema_params(run.opt_state), "ema"),
+        (finalized, "finalized_params"),
+    ):
+        for average, real in zip(
+            ours, arrays(trajectory[key], run.shapes), strict=True
+        ):
+            np.testing.assert_allclose(average, real, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
+def test_parameters_and_scale_follow_tf_keras(trajectory):
+    inner = INNER[trajectory["inner"]](**trajectory["inner_kwargs"])
+    if "global_clipnorm" in trajectory["options"]:
+        clip = optax.clip_by_global_norm(trajectory["options"]["global_clipnorm"])
+        inner = optax.chain(clip, inner)
+    rule = ols.presets.tf_keras(**trajectory["config"])
+    run = Run(trajectory, ols.loss_scaled(inner, rule))
+    skipped = False
+    for i, grads in enumerate(run.grads):
+        run.step(grads)
+        run.assert_scale_after(i)
+        skipped |= not trajectory["finite"][i]
+        # tf.keras counts an iteration on a skipped step, and Adam's bias correction
+        # with it; here nothing advances.
+        if trajectory["inner"] != "adam" or not skipped:
+            run.assert_params_after(i)
+    assert trajectory["iterations"][-1] == len(run.grads)
+
+
+def torch_inner(trajectory):
+    kwargs = dict(trajectory["inner_kwargs"])
+    kwargs["learning_rate"] = kwargs.pop("lr")
+    inner = {"sgd": optax.sgd, "adam": optax.adam, "adamw": optax.adamw}
+    inner = inner[trajectory["inner"]](**kwargs)
+    if "clip_grad_norm" in trajectory["options"]:
+        clip = optax.clip_by_global_norm(trajectory["options"]["clip_grad_norm"])
+        inner = optax.chain(clip, inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    "trajectory",
+    [t for t in trajectories("torch") if "two_optimizers" not in t.id],
+)
+def test_parameters_and_scale_follow_torch(trajectory):
+    rule = ols.presets.torch(**trajectory["config"])
+    run = Run(trajectory, ols.loss_scaled(torch_inner(trajectory), rule))
+    window = trajectory["options"].get("accumulate", 1)
+    total = [0.0, 0.0]
+    for i, grads in enumerate(run.grads):
+        # As in torch: scaled gradients are summed, and one NaN spoils the window.
+        total = [part + grad / window for part, grad in zip(total, grads, strict=True)]
+        if (i + 1) % window == 0:
+            run.step(total)
+            total = [0.0, 0.0]
+        run.assert_params_after(i)
+        run.assert_scale_after(i)
+        rule_state = ols.find_loss_scale_state(run.opt_state).rule_state
+        assert rule_state.growth_count == trajectory["growth_tracker"][i]
+
+
+@pytest.mark.parametrize(
+    "trajectory", [t for t in trajectories("torch") if "two_optimizers" in t.id]
+)
+def test_two_optimizers_under_one_scale_follow_torch(trajectory):
+    # The recipe of the notebook 06_coming_from.
+    rule = ols.presets.torch(**trajectory["config"])
+    shared = rule.init()
+    tx = lenient(ols.loss_scaled(torch_inner(trajectory), ols.static_loss_scale(1.0)))
+    run = Run(trajectory, tx)
+    opt_states = [tx.init(param) for param in run.params]
+    for i, grads in enumerate(run.grads):
+        scaled = ols.scale([jnp.asarray(grad) for grad in grads], shared)
+        unscaled = ols.unscale(scaled, shared)
+        for j in range(2):
+            updates, opt_states[j] = tx.update(
+                unscaled[j], opt_states[j], run.params[j]
+            )
+            run.params[j] = optax.apply_updates(run.params[j], updates)
+        shared = rule.adjust(shared, ols.all_finite(unscaled))
+        run.assert_params_after(i)
+        assert shared.loss_scale == trajectory["scale"][i]
+        assert shared.rule_state.growth_count == trajectory["growth_tracker"][i]

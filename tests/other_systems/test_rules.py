@@ -1,0 +1,289 @@
+"""Each system's rule under its own names: initial scales, refusals, special cases."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import oracle, strategies
+from helpers.compare import types
+from helpers.history import states_after
+from hypothesis import given
+from hypothesis import strategies as st
+
+import optax_lossscale as ols
+from optax_lossscale import presets
+
+TINY = 2.0**-126
+
+
+FIRST = {
+    "torch": 2.0**16,
+    "keras": 2.0**15,
+    "tf_keras": 2.0**15,
+    "mindspore_fixed": 128.0,
+    "mindspore_dynamic": 2.0**24,
+    "flax": 2.0**16,
+    "jmp": 2.0**15,
+    "apex": 2.0**16,
+    "megatron": 2.0**32,
+    "deepspeed": 2.0**32,
+    "fairseq": 2.0**15,
+}
+DYNAMIC = [name for name in FIRST if name != "mindspore_fixed"]
+
+
+def scales(rule, history, state=None):
+    """The scale after each step."""
+    return states_after(rule, history, state).loss_scale.tolist()
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_initial_scale_is_that_of_the_system(name):
+    # All names and defaults are in `tests/docs/test_api.py`, as each source has them.
+    assert getattr(presets, name)().init().loss_scale == FIRST[name]
+
+
+def test_every_preset_is_listed():
+    functions = {"from_torch_state_dict", "to_torch_state_dict"}
+    assert set(presets.__all__) == set(FIRST) | functions
+
+
+@pytest.mark.parametrize("name", presets.__all__)
+def test_every_preset_documents_itself(name):
+    sections = inspect.getdoc(getattr(presets, name))
+    for section in ("Args:", "Returns:", "Raises:", "Example:", ">>> ", "References:"):
+        assert section in sections
+    assert "\n    " in sections  # The formula.
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_types_in_a_state_never_change(name):
+    rule = getattr(presets, name)()
+    state = rule.init()
+    for finite in (True, False):
+        assert types(rule.adjust(state, finite)) == types(state)
+        assert types(jax.jit(rule.adjust)(state, finite)) == types(state)
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_no_preset_reaches_zero_or_infinity(name):
+    # Keras reaches zero after some 165 nonfinite steps, and then NaN parameters; or
+    # infinity, where it stays.
+    interval = {
+        "torch": "growth_interval",
+        "keras": "dynamic_growth_steps",
+        "tf_keras": "dynamic_growth_steps",
+        "flax": "growth_interval",
+        "jmp": "period",
+        "megatron": "growth_interval",
+    }.get(name, "scale_window")
+    rule = getattr(presets, name)(**{interval: 1})
+    up, down = scales(rule, [True] * 300), scales(rule, [False] * 300)
+    assert max(up) <= 2.0**126
+    assert min(down) >= TINY
+    assert up[-1] == (2.0**24 if name == "apex" else 2.0**126)
+    floor = {"torch": TINY, "keras": TINY, "flax": TINY, "apex": TINY}
+    # 1e-4 lies between 2**-14 and 2**-13.
+    assert down[-1] == floor.get(name, 2.0**-13 if name == "fairseq" else 1.0)
+
+
+def test_torch_refuses_growth_that_float32_does_not_hold():
+    # As in torch's test_grad_scale_will_not_overflow: growth by 2**16 from 2**120
+    # would be infinite, so the scale stays as it is.
+    rule = presets.torch(2.0**120, growth_factor=2.0**16, growth_interval=1)
+    assert scales(rule, [True] * 3) == [2.0**120] * 3
+
+
+def test_torch_restarts_the_count_when_growth_is_refused():
+    rule = presets.torch(2.0**120, growth_factor=2.0**16, growth_interval=3)
+    state = rule.init()
+    counts = []
+    for _ in range(4):
+        state = rule.adjust(state, True)
+        counts.append(int(state.rule_state.growth_count))
+    assert counts == [1, 2, 0, 1]
+
+
+def test_flax_grows_one_finite_step_late():
+    # From a test that Flax deleted: with growth_interval=2 it grows on the third.
+    rule = presets.flax(2.0**16, growth_interval=2)
+    history = [False, False, True, True, True, False]
+    expected = [32768, 16384, 16384, 16384, 32768, 16384]
+    assert scales(rule, history) == expected
+
+
+def test_jmp_can_start_below_its_floor():
+    assert scales(presets.jmp(8.0, min_loss_scale=16.0), [True, False]) == [8.0, 16.0]
+
+
+def test_apex_clamps_its_initial_scale():
+    assert presets.apex(2.0**20, max_loss_scale=256.0).init().loss_scale == 256.0
+
+
+def test_tf_keras_halves_down_to_one():
+    rule = presets.tf_keras(initial_scale=4.0, dynamic_growth_steps=2)
+    history = [False] * 4 + [True] * 4
+    assert scales(rule, history) == [2, 1, 1, 1, 1, 2, 2, 4]
+
+
+def test_megatron_hysteresis_is_refilled_by_growth_alone():
+    rule = presets.megatron(64.0, growth_interval=2, hysteresis=2)
+    assert scales(rule, [False, True, False, True, True, False, False]) == [
+        *(64.0, 64.0, 32.0, 32.0, 64.0, 64.0, 32.0)
+    ]
+
+
+@given(
+    strategies.histories,
+    st.integers(1, 6),
+    st.sampled_from([0.25, 1.0, 16.0]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_deepspeed_equals_its_oracle(history, window, min_scale, shift, consecutive):
+    settings = {
+        "init_scale": 2.0**10,
+        "scale_window": window,
+        "min_scale": min_scale,
+        "delayed_shift": shift,
+        "consecutive_hysteresis": consecutive,
+    }
+    expected = oracle.run_deepspeed(history, **settings)
+    assert scales(presets.deepspeed(**settings), history) == expected
+
+
+@given(
+    strategies.histories,
+    st.integers(1, 6),
+    st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.5, 0.7, 1.0]),
+    st.sampled_from([None, 1.0, 16.0]),
+    st.sampled_from([2.0, 4.0]),
+)
+def test_fairseq_equals_its_oracle(history, window, tolerance, threshold, factor):
+    settings = {
+        "init_scale": 2.0**10,
+        "scale_factor": factor,
+        "scale_window": window,
+        "tolerance": tolerance,
+        "threshold": threshold,
+        "min_loss_scale": 1e-4,
+    }
+    expected = oracle.run_fairseq(history, **settings)
+    assert scales(presets.fairseq(**settings), history)[: len(expected)] == expected
+
+
+def test_fairseq_tolerance_is_a_share_of_the_steps_since_the_last_rescale():
+    rule = presets.fairseq(64.0, tolerance=0.3, scale_window=100)
+    history = [True] * 7 + [False] * 3  # 1/8, 2/9, 3/10.
+    assert scales(rule, history)[-3:] == [64.0, 64.0, 32.0]
+
+
+def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
+    # There fairseq restores the scale and raises FloatingPointError.
+    rule = presets.fairseq(1.0, min_loss_scale=0.25)
+    assert scales(rule, [False] * 4) == [0.5, 0.5, 0.5, 0.5]
+    state = rule.init()
+    for _ in range(60):
+        state = rule.adjust(state, False)
+    with pytest.raises(ols.LossScaleStalledError, match="60 of 60"):
+        ols.raise_if_stalled(state)
+
+
+def test_fixed_rules_that_never_skip_let_nan_through():
+    for rule in (
+        presets.mindspore_fixed(1024.0, drop_overflow_update=False),
+        presets.tf_keras(dynamic=False, initial_scale=1024.0),
+    ):
+        tx = ols.loss_scaled(None, rule)
+        updates, state = tx.update(jnp.asarray([jnp.nan, 1024.0]), tx.init(jnp.ones(2)))
+        assert np.isnan(updates[0])
+        assert updates[1] == 1.0
+        assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
+
+
+def test_mindspore_fixed_drops_an_overflowing_update():
+    tx = ols.loss_scaled(None, presets.mindspore_fixed())
+    updates, state = tx.update(jnp.asarray([jnp.inf, 128.0]), tx.init(jnp.ones(2)))
+    assert not updates.any()
+    assert ols.get_loss_scale(state) == 128.0
+
+
+def test_a_disabled_torch_scaler_equals_no_loss_scale():
+    assert presets.torch(enabled=False) == ols.no_loss_scale()
+
+
+@pytest.mark.parametrize("floor", [0, 0.0, None])
+def test_a_floor_of_zero_or_none_means_that_there_is_no_floor(floor):
+    for rule in (
+        presets.flax(TINY * 4, minimum_scale=floor),
+        presets.apex(TINY * 4, min_loss_scale=floor),
+        presets.fairseq(TINY * 4, threshold=floor, min_loss_scale=0.0),
+    ):
+        assert scales(rule, [False] * 3) == [TINY * 2, TINY, TINY]
+
+
+REFUSED = [
+    ("torch", {"init_scale": 0.0}, "`init_scale` must be positive"),
+    ("torch", {"init_scale": 1e38}, "`init_scale` must be positive"),
+    ("torch", {"growth_factor": 0.5}, "`growth_factor`"),
+    ("torch", {"backoff_factor": 0.0}, "`backoff_factor`"),
+    ("torch", {"growth_interval": 0}, "`growth_interval` must be at least 1 and below"),
+    ("keras", {"initial_scale": -1.0}, "`initial_scale` must be positive"),
+    ("keras", {"dynamic_growth_steps": 0}, "`dynamic_growth_steps` must be at least 1"),
+    ("tf_keras", {"initial_scale": np.inf}, "`initial_scale` must be positive"),
+    (
+        "tf_keras",
+        {"dynamic": False},
+        "`initial_scale` must be given with `dynamic=False`, got None",
+    ),
+    (
+        "tf_keras",
+        {"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 3},
+        "`dynamic_growth_steps` must be None with `dynamic=False`, got 3",
+    ),
+    ("mindspore_fixed", {"loss_scale": 0}, "`loss_scale` must be positive"),
+    ("mindspore_dynamic", {"scale_factor": 1}, "`scale_factor` must be strictly"),
+    ("mindspore_dynamic", {"scale_window": -1}, "`scale_window` must be at least 1"),
+    ("flax", {"scale": np.nan}, "`scale` must be positive"),
+    ("flax", {"minimum_scale": -1.0}, "`minimum_scale` must be positive"),
+    ("jmp", {"period": 0}, "`period` must be at least 1"),
+    ("jmp", {"factor": 0.5}, "`factor` must be strictly"),
+    ("apex", {"max_loss_scale": np.inf}, "`max_loss_scale` must be positive"),
+    (
+        "apex",
+        {"min_loss_scale": 4.0, "max_loss_scale": 2.0},
+        "`min_loss_scale` must be at most",
+    ),
+    ("megatron", {"hysteresis": 0}, "`hysteresis` must be at least 1"),
+    ("deepspeed", {"delayed_shift": 0}, "`delayed_shift` must be at least 1"),
+    ("fairseq", {"tolerance": 1.5}, "`tolerance` must be finite, at least 0 and at"),
+    ("fairseq", {"threshold": -1.0}, "`threshold` must be positive"),
+    ("fairseq", {"min_loss_scale": np.nan}, "`min_loss_scale` must be finite, at"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
+def test_errors_name_settings_as_the_system_does(name, settings, message):
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        getattr(presets, name)(**settings)
+
+
+WRONG_KIND = [
+    ("torch", {"enabled": 1}),
+    ("torch", {"growth_interval": 2.0}),
+    ("keras", {"initial_scale": "8"}),
+    ("tf_keras", {"dynamic": None}),
+    ("mindspore_fixed", {"drop_overflow_update": 0}),
+    ("flax", {"minimum_scale": False}),
+    ("deepspeed", {"consecutive_hysteresis": "yes"}),
+    ("fairseq", {"tolerance": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), WRONG_KIND)
+def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
+    (key,) = settings
+    with pytest.raises(TypeError, match=f"`{key}` must be"):
+        getattr(presets, name)(**settings)

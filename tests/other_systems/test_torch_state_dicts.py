@@ -1,0 +1,106 @@
+"""Reading and writing state dicts of PyTorch's GradScaler."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.compare import assert_same_bits
+from helpers.history import states_after
+
+import optax_lossscale as ols
+from optax_lossscale import presets
+
+STATE_DICT = {
+    "scale": 1024.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 3,
+    "_growth_tracker": 2,
+}
+
+
+def test_a_run_of_torch_continues_here_with_its_growth_tracker():
+    rule, state = presets.from_torch_state_dict(STATE_DICT)
+    history = [True, True, True, True, False]
+    scales = states_after(rule, history, state).loss_scale.tolist()
+    assert scales == [4096.0] * 3 + [16384.0, 4096.0]
+
+
+def test_a_run_goes_to_torch_and_back_unchanged():
+    state = presets.from_torch_state_dict(STATE_DICT)[1]
+    settings = {
+        key: STATE_DICT[key]
+        for key in ("growth_factor", "backoff_factor", "growth_interval")
+    }
+    state_dict = presets.to_torch_state_dict(state, **settings)
+    assert state_dict == STATE_DICT
+    assert {type(value) for value in state_dict.values()} == {float, int}
+
+
+def test_a_state_dict_can_hold_arrays():
+    arrays = {key: np.asarray(value) for key, value in STATE_DICT.items()}
+    state = presets.from_torch_state_dict(arrays)[1]
+    assert (state.loss_scale, state.rule_state.growth_count) == (1024.0, 2)
+
+
+def test_a_state_dict_can_be_made_from_a_whole_optimizer_state():
+    tx = ols.loss_scaled(None, presets.torch(8.0, growth_interval=5))
+    opt_state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)))[1]
+    state_dict = presets.to_torch_state_dict(opt_state, growth_interval=5)
+    assert state_dict == {
+        "scale": 8.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 5,
+        "_growth_tracker": 1,
+    }
+
+
+def test_missing_and_unknown_keys_of_a_state_dict_are_named():
+    wrong = {**STATE_DICT, "extra": 1}
+    del wrong["scale"]
+    with pytest.raises(ValueError, match=r"missing keys \['scale'\].*\['extra'\]"):
+        presets.from_torch_state_dict(wrong)
+    with pytest.raises(ValueError, match="disabled one is empty"):
+        presets.from_torch_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scale", 0.0), ("scale", np.inf), ("_growth_tracker", -1), ("growth_factor", 1)],
+)
+def test_a_state_dict_out_of_range_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=f"`{key}` must be"):
+        presets.from_torch_state_dict({**STATE_DICT, key: value})
+
+
+def test_a_state_dict_cannot_be_made_from_the_state_of_a_static_rule():
+    with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
+        presets.to_torch_state_dict(ols.static_loss_scale(8.0).init())
+
+
+def test_an_optimizer_with_a_loaded_rule_continues_where_torch_stopped():
+    rule, state = presets.from_torch_state_dict(STATE_DICT)
+    tx = ols.loss_scaled(None, rule)
+    opt_state = tx.init(jnp.ones(1))
+    assert_same_bits(ols.find_loss_scale_state(opt_state), state)
+    grads = ols.scale(jnp.ones(1), opt_state)
+    assert ols.get_loss_scale(tx.update(grads, opt_state)[1]) == 4096.0
+
+
+def test_a_state_dict_cannot_be_made_from_the_state_of_deepspeed():
+    with pytest.raises(ValueError, match="`state` must be that of a dynamic rule"):
+        presets.to_torch_state_dict(presets.deepspeed().init())
+
+
+def test_an_optimizer_with_the_rule_of_torch_refuses_a_state_of_deepspeed():
+    state = ols.loss_scaled(None, presets.deepspeed()).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="must be a LossScaledState of this"):
+        ols.loss_scaled(None, presets.torch()).update(jnp.ones(1), state)
+
+
+@pytest.mark.parametrize("value", [None, [1, 2], np.ones(2)])
+def test_a_state_dict_of_the_wrong_type_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="`scale` must be"):
+        presets.from_torch_state_dict({**STATE_DICT, "scale": value})
+    with pytest.raises(TypeError, match="`state_dict` must be a mapping"):
+        presets.from_torch_state_dict(value)

@@ -1,0 +1,121 @@
+"""Fixed and scheduled bounds of the loss scale, and other laws of every rule."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.compare import assert_same_bits, types
+from helpers.compat import enable_x64
+from helpers.history import scales_after
+from helpers.inner import adam
+
+import optax_lossscale as ols
+
+INF = math.inf
+RULES = {
+    "dynamic": ols.dynamic_loss_scale,
+    "smooth": ols.smooth_loss_scale,
+    "headroom": ols.headroom_loss_scale,
+}
+
+
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+def test_the_types_in_a_state_never_change(rule):
+    state = rule.init()
+    for adjust in (rule.adjust, jax.jit(rule.adjust)):
+        after = adjust(state, True, 1.0)
+        assert types(after) == types(state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+@pytest.mark.parametrize("value", [math.nan, INF, -INF])
+def test_a_skipped_step_changes_only_the_state_of_the_rule(rule, value):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.asarray([0.5, -0.0])}
+    tx = ols.loss_scaled(adam(), rule)
+    update = jax.jit(tx.update)
+    _, state = update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    bad = {"w": jnp.ones((2, 3)).at[1, 2].set(value), "b": jnp.ones(2)}
+    updates, after = update(bad, state, params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert ols.get_loss_scale(after) < ols.get_loss_scale(state)
+
+
+def rising_floor(step):
+    return jnp.where(step >= 3, 64.0, 1.0)
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_the_floor_can_be_a_schedule_of_the_steps_taken_so_far(make):
+    rule = make(2.0, min_scale=rising_floor, max_scale=2.0**20)
+    trace = scales_after(rule, [INF] * 5)
+    assert trace[:3] == [1.0] * 3
+    assert trace[3:] == [64.0] * 2
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_a_scheduled_floor_also_holds_on_a_finite_step(make):
+    rule = make(2.0, min_scale=lambda step: jnp.float32(2.0**12), max_scale=2.0**12)
+    assert scales_after(rule, [2.0**-20]) == [2.0**12]
+
+
+def powers(step):
+    return jnp.ldexp(jnp.float32(1), step)
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_the_cap_wins_where_a_scheduled_floor_exceeds_it(make):
+    rule = make(2.0, min_scale=powers, max_scale=8.0)
+    assert scales_after(rule, [INF] * 6) == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_the_cap_can_be_a_schedule_of_optax(make):
+    cap = optax.piecewise_constant_schedule(2.0**10, {2: 2.0**-5})
+    with jax.numpy_dtype_promotion("standard"):  # As Optax needs.
+        rule = make(2.0**15, min_scale=1.0, max_scale=cap)
+        assert scales_after(rule, [2.0**-20] * 4) == [2.0**10] * 2 + [2.0**5] * 2
+
+
+@pytest.mark.parametrize("name", ["smooth", "headroom"])
+def test_bounds_are_rounded_inward_to_powers_of_two(name):
+    rule = RULES[name](2.0**15, min_scale=3.0, max_scale=1000.0)
+    assert scales_after(rule, [2.0**-20])[-1] == 512
+    assert scales_after(rule, [2.0**30] + [INF] * 20)[-1] == 4
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, INF])
+def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make, value):
+    rule = make(2.0, min_scale=lambda step: value, max_scale=lambda step: value)
+    for magnitude in (1.0, INF):
+        [scale] = scales_after(rule, [magnitude])
+        assert 2.0**-126 <= scale <= 2.0**126
+
+
+@pytest.mark.parametrize("make", RULES.values())
+def test_a_schedule_can_return_an_integer(make):
+    rule = make(2.0**10, max_scale=lambda count: 16)
+    assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
+
+
+@pytest.mark.parametrize("make", RULES.values())
+def test_bounds_are_rounded_to_float32_in_x64_too(make):
+    with enable_x64(True):
+        cap = jnp.asarray(16.0, jnp.float64)
+        rule = make(2.0**10, max_scale=lambda count: cap)
+        scale = rule.adjust(rule.init(), True, 1.0).loss_scale
+        assert (scale, scale.dtype) == (16, jnp.float32)
+        rule = make(8.0, min_scale=8 * (1 + 2.0**-40), max_scale=16.0)
+        state = rule.adjust(rule.init(), False, INF)
+    assert state.loss_scale == 8
+
+
+def test_a_schedule_must_return_one_number():
+    message = "`min_scale` must be a schedule that gives"
+    for value in (jnp.ones(2), (1.0, 2.0)):
+        with pytest.raises(ValueError, match=message):
+            ols.dynamic_loss_scale(min_scale=lambda step, value=value: value)

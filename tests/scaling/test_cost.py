@@ -1,0 +1,74 @@
+"""The compiled step reads the gradients once more, and copies nothing."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers.compat import IS_JAX_0_7
+from helpers.inner import lenient
+
+import optax_lossscale as ols
+
+pytestmark = pytest.mark.skipif(
+    IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not"
+)
+LEAVES, SIZE = 6, 100_000
+PARAMS = [jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * LEAVES
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "sgd with momentum": optax.sgd(1e-3, momentum=0.9),
+    "lion": optax.lion(1e-3),
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def compiled_step(tx, dtype, cast):
+    def step(params, state, grads):
+        if cast:
+            grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, PARAMS)
+    grads = [jax.ShapeDtypeStruct((SIZE,), dtype)] * LEAVES
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, grads)
+    return lowered.compile()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
+    bare = lenient(OPTIMIZERS[name])
+    plain = compiled_step(bare, dtype, cast=True)
+    scaled = compiled_step(ols.loss_scaled(bare), dtype, cast=False)
+    # On a CPU the check's bools are written and read: one byte an entry, and once for
+    # all leaves of one shape.
+    read = LEAVES * SIZE * jnp.dtype(dtype).itemsize + 2 * SIZE
+    if name == "adamw, clipped" and dtype == jnp.float32:
+        # XLA stores the unscaled gradients, which norm and update both read.
+        read += 2 * 4 * LEAVES * SIZE
+    expected = plain.cost_analysis()["bytes accessed"] + read
+    assert scaled.cost_analysis()["bytes accessed"] == pytest.approx(expected, rel=0.02)
+    more = (
+        scaled.memory_analysis().temp_size_in_bytes
+        - plain.memory_analysis().temp_size_in_bytes
+    )
+    assert more < 1.1 * SIZE
+
+
+def test_headroom_reads_the_gradients_no_more_often_than_the_classic_rule():
+    bare = lenient(OPTIMIZERS["adamw"])
+    classic, headroom = (
+        compiled_step(ols.loss_scaled(bare, rule), jnp.float16, cast=False)
+        for rule in (ols.dynamic_loss_scale(), ols.headroom_loss_scale())
+    )
+    # A magnitude has 4 bytes where a bool has one, written and read for one leaf of
+    # six. The histories have some kilobytes, which are moved a few times.
+    more = 2 * 3 * SIZE + 80_000
+    expected = classic.cost_analysis()["bytes accessed"]
+    assert headroom.cost_analysis()["bytes accessed"] <= expected + more

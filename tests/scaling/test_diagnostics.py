@@ -1,0 +1,323 @@
+"""Diagnostics of overflow and underflow against NumPy, over the range of each dtype."""
+
+import io
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64, set_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics
+from optax_lossscale._bits import split, split_number
+
+SMALL = [
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+]
+
+
+def all_values(dtype):
+    """Every value of a dtype of 8 or 16 bits, NaN with every payload."""
+    unsigned = np.uint8 if np.dtype(dtype).itemsize == 1 else np.uint16
+    return np.arange(np.iinfo(unsigned).max + 1, dtype=unsigned).view(dtype)
+
+
+def float32_values():
+    """Random bits, subnormal numbers, and special values."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
+    subnormal = np.arange(2**12, dtype=np.uint32)
+    edges = np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, 2.0**-149], "f4")
+    values = [bits.view("f4"), subnormal.view("f4"), -subnormal.view("f4"), edges]
+    return np.concatenate(values)
+
+
+def as_float64(values):
+    with np.errstate(invalid="ignore"):  # For signalling NaNs.
+        return values.astype(np.float64)
+
+
+def values_of(dtype):
+    return float32_values() if dtype == "float32" else all_values(dtype)
+
+
+DTYPES = ["float32", np.float16, ml_dtypes.bfloat16]
+DTYPES += [getattr(ml_dtypes, name) for name in SMALL]
+
+
+def expected_histogram(values, low, high):
+    values = np.abs(as_float64(values))
+    finite = values[np.isfinite(values)]
+    exponents = np.frexp(finite[finite > 0])[1] - 1
+    counts = np.bincount(np.clip(exponents, low, high) - low, minlength=high - low + 1)
+    return counts, int(np.sum(finite == 0)), int(np.sum(~np.isfinite(values)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("low", "high"), [(-40, 20), (-149, 127), (0, 0)])
+def test_the_histogram_is_exact_over_the_whole_range(dtype, low, high):
+    values = values_of(dtype)
+    histogram = jax.jit(
+        lambda x: diagnostics.exponent_histogram(x, min_exponent=low, max_exponent=high)
+    )(values)
+    counts, zeros, nonfinite = expected_histogram(values, low, high)
+    np.testing.assert_array_equal(histogram.counts, counts)
+    assert (histogram.zero_count, histogram.nonfinite_count) == (zeros, nonfinite)
+    np.testing.assert_array_equal(histogram.exponents, np.arange(low, high + 1))
+    assert all(leaf.dtype == jnp.int32 for leaf in histogram)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exponent_and_mantissa_multiply_to_the_number(dtype):
+    values = values_of(dtype)
+    wide = np.abs(as_float64(values))
+    is_counted = np.isfinite(wide) & (wide > 0)
+    parts = jax.tree.map(np.asarray, split(jnp.asarray(values)))
+    product = np.ldexp(parts.mantissa.astype(np.float64), parts.exponent)
+    np.testing.assert_array_equal(product[is_counted], wide[is_counted])
+
+
+def test_the_histogram_of_float64_is_exact_over_its_whole_range():
+    with enable_x64(True):
+        bits = np.random.default_rng(0).integers(0, 2**63, 10_000, dtype=np.uint64)
+        values = np.concatenate([bits.view("f8"), np.arange(99, dtype="u8").view("f8")])
+        histogram = diagnostics.exponent_histogram(
+            jnp.asarray(values), min_exponent=-1074, max_exponent=1023
+        )
+        counts, zeros, nonfinite = expected_histogram(values, -1074, 1023)
+        np.testing.assert_array_equal(histogram.counts, counts)
+        assert (histogram.zero_count, histogram.nonfinite_count) == (zeros, nonfinite)
+
+
+@pytest.mark.slow
+def test_counts_are_exact_above_two_to_the_24():
+    # A float32 sum of ones stops growing there.
+    size = 2**24 + 3
+    tree = {"many": jnp.full(size, 2.0**-30, jnp.float16), "few": jnp.ones(2)}
+    assert diagnostics.exponent_histogram(tree).zero_count == size
+    tree["many"] = jnp.full(size, jnp.nan, jnp.float16)
+    assert diagnostics.nonfinite_report(tree)["many"]["nan"] == size
+    tree["many"] = jnp.full(size, 1e-9, jnp.float32)
+    share = diagnostics.underflow_fraction(tree)
+    assert share == np.float32(size / (size + 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_nan_and_infinity_is_counted(dtype):
+    values = values_of(dtype)
+    wide = as_float64(values)
+    report = jax.jit(diagnostics.nonfinite_report)({"x": values})["x"]
+    assert report["nan"] == np.sum(np.isnan(wide))
+    assert report["inf"] == np.sum(np.isinf(wide))
+    assert report["size"] == values.size
+
+
+def test_leaves_that_are_not_floating_are_ignored():
+    tree = {
+        "int": jnp.arange(3),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "empty": jnp.zeros((0, 2)),
+        "key": jax.random.key(0),
+        "float": jnp.asarray(2.0**-3),
+    }
+    assert set(diagnostics.nonfinite_report(tree)) == {"empty", "float"}
+    histogram = diagnostics.exponent_histogram(tree)
+    assert int(histogram.counts.sum() + histogram.zero_count) == 1
+    assert diagnostics.headroom_bits(tree) == pytest.approx(np.log2(65504 * 8), 1e-6)
+    assert diagnostics.underflow_fraction(tree) == 0
+
+
+def test_an_empty_tree_has_an_empty_report_and_infinite_headroom():
+    assert diagnostics.nonfinite_report({}) == {}
+    assert diagnostics.underflow_fraction({}) == 0
+    assert diagnostics.headroom_bits({}) == math.inf
+    assert diagnostics.suggest_init_scale({}) == 2.0**15
+
+
+def test_both_parts_of_a_complex_number_count():
+    tree = jnp.asarray([complex(1, 2.0**-3), complex(math.nan, math.inf)])
+    histogram = diagnostics.exponent_histogram(tree, min_exponent=-3, max_exponent=0)
+    assert histogram.counts.tolist() == [1, 0, 0, 1]
+    assert histogram.nonfinite_count == 2
+    report = diagnostics.nonfinite_report({"c": tree})["c"]
+    assert (report["nan"], report["inf"]) == (1, 0)
+
+
+TARGETS = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+@pytest.mark.parametrize("exponent", [-30, -1, 0, 15, 100])
+def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):
+    values = float32_values()
+    finite = values[np.isfinite(values) & (values != 0)].astype(np.float64)
+    # float64 holds the products exactly, so they are rounded once.
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.ldexp(finite, exponent).astype(dtype)
+    expected = np.mean(rounded.astype(np.float64) == 0)
+    share = jax.jit(
+        lambda x, s: diagnostics.underflow_fraction(x, scale=s, dtype=dtype)
+    )(values, 2.0**exponent)
+    assert share == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (1.0001, 0.0)])
+def test_half_the_smallest_subnormal_underflows_and_anything_larger_does_not(
+    factor, expected
+):
+    tie = jnp.asarray([2.0**-25])
+    assert diagnostics.underflow_fraction(tie, scale=factor) == expected
+    assert diagnostics.underflow_fraction(tie / 3, scale=3.0) == 1
+
+
+positive = st.floats(2.0**-120, 2.0**120, width=32)
+
+
+@given(st.lists(positive, min_size=1, max_size=5), st.integers(-20, 20))
+def test_headroom_is_exact_and_the_suggested_scale_leaves_its_margin(values, exponent):
+    tree = [jnp.asarray([-value], jnp.float32) for value in values]
+    scale = 2.0**exponent
+    expected = math.log2(65504) - math.log2(max(values)) - exponent
+    bits = diagnostics.headroom_bits(tree, scale=scale)
+    assert bits == pytest.approx(expected, abs=1e-4)
+    suggested = float(diagnostics.suggest_init_scale(tree, margin_bits=1.0))
+    if 2.0**-126 < suggested < 2.0**126:
+        assert suggested * max(values) * 2 <= 65504 < suggested * max(values) * 4
+    assert math.frexp(suggested)[0] == 0.5
+
+
+def test_a_subnormal_largest_entry_does_not_count_as_zero():
+    tiny = jnp.asarray(np.float32(2.0**-140))
+    assert diagnostics.headroom_bits(tiny) == pytest.approx(156, abs=1e-3)
+    assert diagnostics.suggest_init_scale(tiny) == 2.0**126
+
+
+@pytest.mark.parametrize("tree", [jnp.zeros(3), [jnp.zeros(2), jnp.zeros(0)], []])
+def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested(tree):
+    assert diagnostics.headroom_bits(tree) == math.inf
+    assert diagnostics.suggest_init_scale(tree) == 2.0**15
+
+
+def test_zeros_beside_other_entries_do_not_change_the_headroom():
+    tree = [jnp.zeros(2), jnp.asarray([0.0, 2.0**-130]), jnp.zeros(3)]
+    assert diagnostics.headroom_bits(tree) == pytest.approx(146, abs=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_for_nonfinite_entries_headroom_is_minus_infinity_and_no_scale_fits(value):
+    tree = [jnp.ones(2), jnp.asarray([1.0, value]), jnp.ones(3)]
+    assert diagnostics.headroom_bits(tree) == -math.inf
+    suggested = float(diagnostics.suggest_init_scale(tree))
+    with pytest.raises(ValueError, match="`init_scale` must be positive"):
+        ols.dynamic_loss_scale(suggested)
+
+
+def test_the_report_is_printed_worst_first():
+    tree = {
+        "good": jnp.ones(3),
+        "half": {"b": jnp.asarray([1.0, jnp.inf])},
+        "all": jnp.full(2, jnp.nan),
+    }
+    expected = [
+        "2 of 3 floating leaves hold nonfinite entries",
+        "all: 2 nan, 0 inf of 2",
+        "half/b: 0 nan, 1 inf of 2",
+    ]
+    for what in (tree, diagnostics.nonfinite_report(tree)):
+        file = io.StringIO()
+        diagnostics.print_nonfinite_report(what, file=file)
+        assert file.getvalue().splitlines() == expected
+
+
+def test_a_single_array_has_a_name_in_the_report(capsys):
+    diagnostics.print_nonfinite_report(jnp.asarray([math.nan]))
+    assert "the array: 1 nan, 0 inf of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        diagnostics.underflow_fraction,
+        diagnostics.headroom_bits,
+        diagnostics.suggest_init_scale,
+    ],
+)
+def test_a_dtype_that_is_not_floating_is_refused(function):
+    with pytest.raises(TypeError, match="`dtype` must be a floating dtype"):
+        function(jnp.ones(1), dtype=jnp.int8)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_diagnostics_can_read_sharded_leaves(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))
+    leaf = jax.device_put(values, NamedSharding(mesh, P("data")))
+    with set_mesh(mesh):
+        histogram = jax.jit(diagnostics.exponent_histogram)(leaf)
+        assert histogram.counts.tolist() == [0] * 40 + [1] * 16 + [0] * 5
+        assert diagnostics.headroom_bits(leaf) == pytest.approx(1, abs=1e-3)
+        assert diagnostics.nonfinite_report({"x": leaf})["x"]["inf"] == 0
+        assert diagnostics.underflow_fraction(leaf) == 0
+
+
+def test_float32_values_do_not_underflow_in_float64():
+    values = jnp.asarray([1e-9, 0.3, 1e-3])
+    assert diagnostics.underflow_fraction(values, dtype=jnp.float64) == 0
+
+
+def test_a_number_is_split_as_an_array_is_split():
+    assert_same_bits(split_number(0.75), split(jnp.asarray(0.75)))
+
+
+def test_headroom_of_float64_leaves_is_float32():
+    with enable_x64(True):
+        dtypes = (jnp.float16, jnp.float32, jnp.float64)
+        tree = [jnp.asarray([3.0], dtype) for dtype in dtypes]
+        bits = diagnostics.headroom_bits(tree, scale=2.0)
+    assert bits.dtype == jnp.float32
+    assert bits == pytest.approx(math.log2(65504 / 6), abs=1e-4)
+
+
+def test_paths_that_look_the_same_are_told_apart():
+    tree = {"a/b": jnp.ones(1), "a": {"b": jnp.asarray([math.nan])}}
+    report = diagnostics.nonfinite_report(tree)
+    assert len(report) == 2
+    assert sum(int(of_leaf["nan"]) for of_leaf in report.values()) == 1
+
+
+def test_a_report_of_an_ensemble_is_not_printed():
+    report = jax.vmap(diagnostics.nonfinite_report)({"x": jnp.ones((3, 2))})
+    with pytest.raises(ValueError, match="must be the report of one member"):
+        diagnostics.print_nonfinite_report(report)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [(0.0, "must be positive"), (math.inf, "must be positive"), ([1.0], "one number")],
+)
+def test_an_unusable_scale_is_refused(scale, message):
+    for function in (diagnostics.headroom_bits, diagnostics.underflow_fraction):
+        with pytest.raises(ValueError, match=message):
+            function(jnp.ones(1), scale=jnp.asarray(scale))
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match="`min_exponent` must be at most"):
+        diagnostics.exponent_histogram(jnp.ones(1), min_exponent=3, max_exponent=2)
+    with pytest.raises(ValueError, match="`margin_bits` must be finite, at least 0"):
+        diagnostics.suggest_init_scale(jnp.ones(1), margin_bits=-1.0)

@@ -1,0 +1,98 @@
+"""Short runs with faults; `python tests/tools/faults.py` runs a million steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
+from tools.faults import OPTIMIZERS, RULES, check, run
+
+import optax_lossscale as ols
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("sgd, momentum", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule, optimizer):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        seen = run(RULES[rule], OPTIMIZERS[optimizer], 10_000)
+    assert 0.01 < check(seen) < 0.2
+
+
+DAMAGED = [0.0, -8.0, jnp.nan, jnp.inf, 2.0**127, 1e-45]
+
+
+def with_scale(opt_state, value):
+    """The state with another loss scale, as if some of its bits had flipped."""
+    state = opt_state.loss_scale_state._replace(loss_scale=jnp.float32(value))
+    return opt_state._replace(loss_scale_state=state)
+
+
+@functools.cache
+def optimizer(rule):
+    """A loss-scaled optimizer, and its update, compiled once for all values."""
+    tx = ols.loss_scaled(adam(), RULES[rule])
+    return tx, jax.jit(tx.update)
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):
+    tx, update = optimizer(rule)
+    params = {"w": jnp.ones(3)}
+    _, sound = tx.update(params, tx.init(params), params)
+    damaged = with_scale(sound, value)
+    for grads in (params, {"w": jnp.zeros(3)}, {"w": jnp.full(3, jnp.nan)}):
+        updates, state = update(grads, damaged, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(state.inner_state, sound.inner_state)
+        # The rule restarts as if a step at its initial scale had overflowed.
+        first = sound.loss_scale_state._replace(
+            loss_scale=tx.init(params).loss_scale_state.loss_scale
+        )
+        expected = RULES[rule].adjust(first, False, jnp.inf)
+        assert_same_bits(state.loss_scale_state, expected)
+        assert state.loss_scale_state.total_notfinite == 1
+    _, state = tx.update(ols.scale(params, state), state, params)
+    assert np.any(optax.tree.get(state, "mu")["w"] != optax.tree.get(sound, "mu")["w"])
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_a_rule_that_never_skips_still_skips_a_step_with_a_damaged_scale(value):
+    tx = ols.loss_scaled(adam(), ols.static_loss_scale(8.0, skip_nonfinite=False))
+    params = {"w": jnp.ones(3)}
+    _, sound = tx.update(params, tx.init(params), params)
+    damaged = with_scale(sound, value)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, state = update(ols.scale(params, damaged), damaged, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+        assert_same_bits(state.inner_state, sound.inner_state)
+        assert ols.get_loss_scale(state) == 8.0
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_without_loss_scaling_a_damaged_scale_in_the_state_is_ignored(value):
+    tx = ols.loss_scaled(adam(), ols.no_loss_scale())
+    damaged = with_scale(tx.init(jnp.ones(3)), value)
+    assert ols.get_loss_scale(damaged) == 1.0
+    loss, grads = ols.scaled_value_and_grad(jnp.sum, damaged)(jnp.ones(3))
+    assert (loss, grads.tolist()) == (3.0, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
+def test_the_smooth_rule_recovers_from_a_damaged_fraction(value):
+    rule = ols.smooth_loss_scale(2.0**10)
+    state = rule.init()._replace(
+        rule_state=rule.init().rule_state._replace(fraction=jnp.float32(value))
+    )
+    scales = []
+    for _ in range(60):
+        state = rule.adjust(state, False)
+        scales.append(float(state.loss_scale))
+    assert scales[-1] == 2.0**-24
+    assert 0 <= state.rule_state.fraction < 1

@@ -1,0 +1,137 @@
+"""scaled_value_and_grad and scaled_grad against jax.value_and_grad and jax.grad."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
+
+import optax_lossscale as ols
+
+STATE = ols.static_loss_scale(2.0**10).init()
+X = jnp.asarray([1.0, -2.0])
+
+
+def loss_fn(x, y=1.0):
+    return jnp.sum(x**2) * y
+
+
+def test_the_loss_is_true_and_the_gradients_are_scaled():
+    loss, grads = ols.scaled_value_and_grad(loss_fn, STATE)(X)
+    assert loss == 5.0
+    assert grads.tolist() == [2.0 * 1024, -4.0 * 1024]
+
+
+def test_scaled_grad_gives_the_gradients_alone():
+    assert ols.scaled_grad(loss_fn, STATE)(X).tolist() == [2048.0, -4096.0]
+
+
+def test_auxiliary_output_is_returned_where_jax_returns_it():
+    def with_aux(x):
+        return loss_fn(x), {"n": x.size}
+
+    value, _ = ols.scaled_value_and_grad(with_aux, STATE, has_aux=True)(X)
+    assert value == (5.0, {"n": 2})
+    grads, aux = ols.scaled_grad(with_aux, STATE, has_aux=True)(X)
+    assert (grads.tolist(), aux) == ([2048.0, -4096.0], {"n": 2})
+
+
+def test_argnums_and_keyword_arguments_pass_through():
+    grad_fn = ols.scaled_value_and_grad(lambda x, y, *, z: x * y * z, STATE, (0, 1))
+    loss, grads = grad_fn(2.0, 3.0, z=4.0)
+    assert (loss, *grads) == (24.0, 12.0 * 1024, 8.0 * 1024)
+    grad_fn = ols.scaled_grad(lambda x, y, *, z: x * y * z, STATE, 1)
+    assert grad_fn(2.0, 3.0, z=4.0) == 8.0 * 1024
+
+
+def test_jax_keyword_arguments_pass_through():
+    ints = jnp.arange(2)
+    grads = ols.scaled_grad(
+        lambda x: jnp.sum(x.astype(jnp.float32)), STATE, allow_int=True
+    )(ints)
+    assert grads.dtype == jax.dtypes.float0
+    holomorphic = ols.scaled_grad(lambda z: z**2, STATE, holomorphic=True)
+    assert holomorphic(jnp.complex64(1 + 1j)) == 2048 + 2048j
+
+
+def test_the_state_may_be_an_optimizer_state():
+    opt_state = ols.loss_scaled(adam(), ols.static_loss_scale(2.0**10)).init(X)
+    assert ols.scaled_grad(loss_fn, opt_state)(X).tolist() == [2048.0, -4096.0]
+
+
+def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():
+    state = ols.static_loss_scale(2.0**15).init()
+    loss, grads = ols.scaled_value_and_grad(lambda x: x * 60000, state)(jnp.float16(1))
+    assert (loss.dtype, float(loss)) == (jnp.float16, 60000.0)
+    assert jnp.isinf(grads)  # 60000 * 2**15 exceeds float16.
+
+
+def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_no_more():
+    def grads(exponent):
+        state = ols.static_loss_scale(2.0**exponent).init()
+        return ols.scaled_grad(lambda x: x * jnp.float16(1), state)(jnp.float16(1e-3))
+
+    assert grads(15) == 2.0**15
+    assert jnp.isinf(grads(16))
+
+
+def test_a_loss_computed_in_float32_allows_a_larger_scale():
+    state = ols.static_loss_scale(2.0**17).init()
+    x = jnp.ones(16, jnp.float16)
+    grads = ols.scaled_grad(lambda x: x.astype(jnp.float32).mean(), state)(x)
+    assert grads.tolist() == [2.0**13] * 16
+
+
+@pytest.mark.parametrize(
+    ("fun", "has_aux"),
+    [
+        (lambda x: x, False),
+        (lambda x: (x.sum(), x), False),
+        (lambda x: jnp.sum(x).astype(jnp.int32), False),
+        (lambda x: x.sum(), True),
+        (lambda x: (x.sum(), x, x), True),
+        (lambda x: (x, None), True),
+    ],
+    ids=["vector", "tuple", "int", "no pair", "triple", "vector with aux"],
+)
+def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
+    with pytest.raises(TypeError) as theirs:  # noqa: PT011
+        jax.value_and_grad(fun, has_aux=has_aux)(X)
+    message = str(theirs.value)[:60]  # The values come later, and are scaled.
+    with pytest.raises(TypeError, match="^" + re.escape(message)):
+        ols.scaled_value_and_grad(fun, STATE, has_aux=has_aux)(X)
+
+
+def test_a_tree_without_a_state_is_refused_before_the_first_call():
+    with pytest.raises(ValueError, match="must hold a LossScaleState"):
+        ols.scaled_grad(loss_fn, {"no": "state"})
+
+
+def test_name_and_docstring_of_the_function_are_kept():
+    assert ols.scaled_grad(loss_fn, STATE).__name__ == "loss_fn"
+    assert ols.scaled_grad(functools.partial(loss_fn, y=2.0), STATE)(X)[0] == 4096.0
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_unscaled_gradients_have_the_bits_of_those_of_jax(transform):
+    def loss_fn(x):
+        return jnp.sum(jnp.tanh(x) ** 3)
+
+    x = jnp.linspace(-2, 2, 33)
+    scaled = transform(lambda x: ols.scaled_grad(loss_fn, STATE)(x))(x)
+    assert_same_bits(ols.unscale(scaled, STATE), transform(jax.grad(loss_fn))(x))
+
+
+def test_second_derivatives_of_the_reported_loss_are_true():
+    def reported(x):
+        return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
+
+    assert jax.grad(jax.grad(reported))(2.0) == 12.0
+
+
+def test_scaled_value_and_grad_works_under_vmap():
+    losses, grads = jax.vmap(ols.scaled_value_and_grad(lambda x: x**2, STATE))(X)
+    assert (losses.tolist(), grads.tolist()) == ([1.0, 4.0], [2048.0, -4096.0])

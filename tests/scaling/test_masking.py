@@ -1,0 +1,292 @@
+"""A bad step changes nothing, however the inner update is masked."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import assert_same_bits, types
+from helpers.compat import set_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optax_lossscale import _masking
+from optax_lossscale._jaxprs import evaluate
+from optax_lossscale._masking import (
+    cast_like,
+    mask_inputs,
+    mask_state,
+    mask_updates,
+    run_masked,
+)
+
+GOOD, BAD = jnp.asarray(True), jnp.asarray(False)
+LEAVES = {
+    "f32": jnp.asarray([1.5, -0.0, jnp.nan]),
+    "f16": jnp.asarray([1.5, jnp.inf], jnp.float16),
+    "complex": jnp.asarray([1 + 2j]),
+    "int": jnp.arange(3),
+    "bool": jnp.asarray([True, False]),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "empty": jnp.zeros((0, 2)),
+    "none": None,
+    "masked": optax.MaskedNode(),
+}
+KEY = {"key": jax.random.key(0)}
+
+
+def test_a_good_step_changes_no_bit():
+    assert_same_bits(mask_inputs(GOOD, LEAVES), LEAVES)
+    assert_same_bits(mask_updates(GOOD, LEAVES), LEAVES)
+    old = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
+    assert_same_bits(mask_state(GOOD, LEAVES, old), LEAVES)
+
+
+def test_a_bad_step_keeps_every_bit_of_the_old_state():
+    new = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
+    assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
+    other_key = {"key": jax.random.key(1)}
+    assert_same_bits(mask_state(BAD, other_key, KEY), KEY)
+
+
+@pytest.mark.parametrize("finite", [GOOD, BAD])
+@pytest.mark.parametrize("specs", [(P("data"), P(None)), (P(None), P("data"))])
+def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite, specs):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with set_mesh(mesh):
+        new, old = (
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for array, spec in zip((jnp.ones(8), jnp.zeros(8)), specs, strict=True)
+        )
+        masked = jax.jit(mask_state)(finite, new, old)
+    assert masked.sharding == new.sharding
+    assert_same_bits(masked, new if finite else old)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type, is_set):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    old = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+    with set_mesh(mesh) if is_set else contextlib.nullcontext():
+        masked = jax.jit(lambda old: mask_state(BAD, jnp.zeros(8), old))(old)
+    assert_same_bits(masked, old)
+
+
+def test_a_bad_step_also_keeps_python_numbers_in_a_state():
+    assert mask_state(BAD, {"count": 2}, {"count": 1})["count"] == 1
+
+
+def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
+    seen = mask_inputs(BAD, LEAVES)
+    for name in ("f32", "f16", "complex"):
+        assert not np.any(seen[name])
+    assert seen["int"] is LEAVES["int"]
+
+
+def test_functions_among_extra_arguments_pass_through():
+    extra = {"value_fn": jnp.sum, "value": float("nan")}
+    seen = mask_inputs(BAD, extra)
+    assert seen["value_fn"] is jnp.sum
+    assert seen["value"] == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
+def test_the_update_of_a_bad_step_keeps_positive_and_negative_zeros(dtype):
+    params = jnp.asarray([0.0, -0.0, 1.0], dtype)
+    if dtype == jnp.complex64:
+        params = jax.lax.complex(params.real, -params.real)
+    updates = mask_updates(BAD, jnp.full_like(params, jnp.nan))
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(jax.jit(optax.apply_updates)(params, updates), params)
+
+
+def test_types_are_kept_in_eager_and_jit():
+    arrays = {k: v for k, v in LEAVES.items() if k not in ("float0", "masked")}
+    for function in (mask_inputs, mask_updates):
+        assert types(function(BAD, arrays)) == types(arrays)
+        assert types(jax.jit(function)(BAD, arrays)) == types(arrays)
+
+
+def test_cast_like_restores_dtypes_and_leaves_the_rest():
+    old = {"f16": jnp.ones(2, jnp.float16), "int": jnp.arange(2), "number": 1, **KEY}
+    new = {**old, "f16": jnp.ones(2, jnp.float32), "number": 2}
+    cast = cast_like(new, old)
+    assert cast["f16"].dtype == jnp.float16
+    assert cast["int"] is old["int"]
+    assert cast["number"] == 2
+
+
+OLD = {
+    "moment": jnp.asarray([1.0, -2.0]),
+    "twin": jnp.asarray([5.0, 6.0]),
+    "grads": jnp.asarray([7.0, 8.0]),
+    "constant": jnp.asarray([9.0, 9.0]),
+    "same": jnp.asarray([3.0, 4.0]),
+    "half": jnp.asarray([1.0, 2.0], jnp.float16),
+    "ints": jnp.arange(2),
+    "keys": jax.random.split(jax.random.key(0), 2),
+    "count": jnp.asarray(3),
+    "none": None,
+}
+GRADS = jnp.asarray([0.5, 0.25])
+
+
+def update(grads, state):
+    """An update that reads its new state, which has leaves of every kind."""
+    moment = jax.jit(lambda m: m + grads)(state["moment"])
+    moment = jax.lax.fori_loop(0, 2, lambda _, m: m * 2, moment)
+    moment, _ = jax.lax.scan(lambda m, _: (m + 1, None), moment, length=2)
+    moment = moment + 1
+    count = state["count"] + 1
+    new = {
+        "moment": moment,
+        "twin": moment,  # One value in two places.
+        "grads": grads,  # An input of the update.
+        "constant": jnp.zeros(2),  # Depends on no input.
+        "same": state["same"],
+        "half": state["half"] * 2,
+        "ints": state["ints"] + 1,
+        "keys": jax.vmap(lambda key: jax.random.split(key)[0])(state["keys"]),
+        "count": count,
+        "none": None,
+    }
+    return {"w": moment / count.astype(jnp.float32), "b": None}, new
+
+
+def masked(finite, grads, state, update=update):
+    return run_masked(finite, lambda: update(grads, state), state)
+
+
+WAYS = {
+    "jit": jax.jit(masked),
+    "vmap in jit": jax.jit(
+        lambda finite, grads, state: jax.tree.map(
+            lambda leaf: leaf[1],
+            jax.vmap(masked, in_axes=(0, None, None))(
+                jnp.stack([~finite, finite]), grads, state
+            ),
+        )
+    ),
+    "scan": lambda finite, grads, state: jax.lax.scan(
+        lambda state, finite: masked(finite, grads, state)[::-1], state, finite[None]
+    )[::-1],
+    "plain": masked,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_good_step_that_runs_masked_equals_the_plain_step(way):
+    updates, state = WAYS[way](GOOD, GRADS, OLD)
+    expected_updates, expected = jax.jit(update)(GRADS, OLD)
+    assert_same_bits(state, expected)
+    assert_same_bits(updates["w"].reshape(2), expected_updates["w"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_step_that_runs_masked_keeps_the_state_and_updates_nothing(way):
+    updates, state = WAYS[way](BAD, GRADS, OLD)
+    assert_same_bits(state, OLD)
+    assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
+
+
+def test_updates_are_computed_from_the_masked_state():
+    @jax.jit
+    def halve(moment):
+        return jnp.broadcast_to(moment, (1, 2))[0] * 0.5
+
+    def momentum(grads, state):
+        moment, count = state
+        return (new := halve(moment) + grads), (new, count + 1)
+
+    def run(finite, grads, state):
+        return masked(finite, grads, state, momentum)
+
+    program = jax.make_jaxpr(run)(GOOD, GRADS, (OLD["moment"], OLD["count"])).jaxpr
+    _, moment, _ = program.outvars
+    (mask,) = [e for e in program.eqns if moment in e.outvars]
+    assert mask.primitive.name == "select_n"
+    unmasked = mask.invars[2]
+    assert [e for e in program.eqns if unmasked in e.invars] == [mask]
+    assert any(moment in e.invars for e in program.eqns)
+
+
+@pytest.mark.parametrize("count", [0, 0.0])
+def test_scalars_are_masked_at_the_end(count):
+    # On a bad first step the bias correction divides by 1 - 0.9**0, which is 0.
+    def corrected(grads, state):
+        new = state + 1
+        return grads / (1 - 0.9 ** new.astype(jnp.float32)), new
+
+    @jax.jit
+    def slope(grads):
+        run = masked(BAD, grads, jnp.asarray(count), corrected)
+        return run[0].sum()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
+
+
+def test_counts_of_an_ensemble_are_masked_at_the_end():
+    # Counts in an array look like moments; the gradient of 0 / 0 would be NaN.
+    inner = optax.adam(0.1)
+
+    def loss(params):
+        state = jax.vmap(inner.init)(params)
+        state = optax.tree.set(state, mu=params)
+        for finite in (BAD, GOOD):
+            updates, state = masked(
+                finite, params, state, lambda g, s: jax.vmap(inner.update)(g, s)
+            )
+        return updates.sum()
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        slope = jax.jit(jax.grad(loss))(jnp.ones((3, 4)))
+    assert jnp.isfinite(slope).all()
+
+
+def test_an_update_that_prints_runs_exactly_once(capfd):
+    def printing(grads, state):
+        jax.debug.print("moment {}", state["moment"][0], ordered=True)
+        return update(grads, state)
+
+    run = jax.jit(lambda *args: masked(*args, printing))
+    assert_same_bits(run(BAD, GRADS, OLD)[1], OLD)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("moment 1.0") == 1
+
+
+def test_a_program_that_cannot_be_evaluated_is_masked_at_the_end(monkeypatch):
+    def fail(*args):
+        raise AttributeError
+
+    monkeypatch.setattr(_masking, "evaluate", fail)
+    run = jax.jit(lambda *args: masked(*args))
+    assert_same_bits(run(BAD, GRADS, OLD)[1], OLD)
+    assert_same_bits(run(GOOD, GRADS, OLD)[1], WAYS["jit"](GOOD, GRADS, OLD)[1])
+
+
+def test_an_error_of_the_update_is_raised_unchanged():
+    def broken(grads, state):
+        raise KeyError("no such moment")
+
+    with pytest.raises(KeyError, match="no such moment"):
+        jax.jit(lambda *args: masked(*args, broken))(GOOD, GRADS, OLD)
+
+
+def test_an_equation_can_be_evaluated_with_other_parameters():
+    cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
+    assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
+    assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
+
+
+def test_a_profile_shows_the_names_of_the_update():
+    def named(grads, state):
+        with jax.named_scope("first_moment"):
+            return grads, state * 2 + grads
+
+    run = jax.jit(lambda *args: masked(*args, named))
+    lowered = run.lower(GOOD, GRADS, OLD["moment"])
+    assert "first_moment" in lowered.as_text(debug_info=True)

@@ -1,0 +1,279 @@
+"""Every optimizer of `optax` and `optax.contrib`: eager, jit, scan, and a bad step."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers.compare import assert_same_bits, assert_within_ulp, types
+from helpers.inner import lenient
+
+import optax_lossscale as ols
+
+# Optax warns of optimizers that it will remove; until then they are tested.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+
+SCALE = 2.0**10
+PARAMS = {
+    "w": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3),
+    "b": jnp.asarray([0.5, -0.25, 1.5]),
+}
+TARGET = jax.tree.map(lambda p: 0.5 - 0.3 * p, PARAMS)
+LABELS = {"w": "on", "b": "off"}
+MASK = {"w": True, "b": False}
+PARTS = {"on": optax.adam(0.05), "off": optax.set_to_zero()}
+SCHEDULE = optax.linear_schedule(0.1, 0.01, 10)
+
+
+def loss_fn(params):
+    """A bowl: every optimizer takes a sensible step on it."""
+    errors = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2), params, TARGET)
+    return sum(jax.tree.leaves(errors))
+
+
+# How to make the optimizers that need more than a learning rate.
+MAKE = {
+    "adaptive_grad_clip": lambda make: make(0.1),
+    "add_noise": lambda make: make(0.1, 0.5, key=jax.random.key(0)),
+    "apply_if_finite": lambda make: make(optax.adam(0.05), 3),
+    "chain": lambda make: make(optax.clip(0.1), optax.adam(0.05)),
+    "clip": lambda make: make(0.1),
+    "clip_by_block_rms": lambda make: make(0.1),
+    "clip_by_global_norm": lambda make: make(0.1),
+    "conditionally_mask": lambda make: make(optax.adam(0.05), lambda n: n % 2 == 0),
+    "conditionally_transform": lambda make: make(optax.adam(0.05), lambda n: n < 2),
+    "ema": lambda make: make(0.9),
+    "flatten": lambda make: make(optax.adam(0.05)),
+    "freeze": lambda make: make(MASK),
+    "inject_hyperparams": lambda make: make(optax.adam)(SCHEDULE),
+    "inject_stateful_hyperparams": lambda make: make(optax.adam)(0.05),
+    "masked": lambda make: make(optax.adam(0.05), MASK),
+    "mechanize": lambda make: make(optax.sgd(0.05)),
+    "multi_transform": lambda make: make(PARTS, LABELS),
+    "named_chain": lambda make: make(("clip", optax.clip(0.1)), ("o", optax.adam(0.1))),
+    "noisy_sgd": lambda make: make(0.05, key=jax.random.key(0)),
+    "partition": lambda make: make(PARTS, LABELS),
+    "sam": lambda make: make(optax.sgd(0.05), optax.sgd(0.01)),
+    "scale": lambda make: make(-0.1),
+    "scale_by_backtracking_linesearch": lambda make: make(5),
+    "scale_by_schedule": lambda make: make(SCHEDULE),
+    "scale_by_zoom_linesearch": lambda make: make(5),
+    "schedule_free": lambda make: make(optax.sgd(0.05), 0.05),
+    "selective_transform": lambda make: make(optax.adam(0.05), freeze_mask=MASK),
+    "split_real_and_imaginary": lambda make: make(optax.adam(0.05)),
+    "stateless": lambda make: make(lambda updates, params: updates),
+    "stateless_with_tree_map": lambda make: make(lambda g, p: 0.1 * g),
+    "trace": lambda make: make(0.9),
+    "with_extra_args_support": lambda make: make(optax.adam(0.05)),
+}
+
+# Not of the form (grads, state, params), or not an optimizer; with the reason.
+LEFT_OUT = {
+    "differentially_private_aggregate": "a gradient per example: tested below in dpsgd",
+    "dpsgd": "takes a gradient per example: tested below",
+    "lookahead": "its parameters are pairs: tested below",
+    "measure_with_ema": "it measures, and emits no update",
+    "monitor": "its state changes structure in the first update, bare as well",
+    "scale_by_muon": "needs dimension numbers, which `muon` makes",
+    "snapshot": "it measures, and emits no update",
+}
+
+# Arguments of line searches, Polyak's step and estimates of the Hessian.
+LINE_SEARCH = ("value", "grad", "value_fn")
+EXTRA_ARGS = {
+    "hutchinson_estimator_diag_hessian": ("obj_fn",),
+    "lbfgs": LINE_SEARCH,
+    "momo": ("value",),
+    "momo_adam": ("value",),
+    "polyak_sgd": ("value",),
+    "reduce_on_plateau": ("value",),
+    "scale_by_backtracking_linesearch": LINE_SEARCH,
+    "scale_by_polyak": ("value",),
+    "scale_by_zoom_linesearch": LINE_SEARCH,
+    "sophia": ("obj_fn",),
+}
+
+# Two compiled programs may differ in the last bit. Newton-Schulz iterations, and the
+# differences of nearly equal losses in line searches, amplify it.
+MAX_ULP = {"muon": 64, "lbfgs": 256, "scale_by_zoom_linesearch": 256}
+
+NOT_ANNOTATED = {
+    "dog",
+    "dowg",
+    "hutchinson_estimator_diag_hessian",
+    "monitor",
+    "scale_by_factored_rms",
+}
+NOT_TRANSFORMATIONS = {
+    "bias_correction",
+    "matrix_inverse_pth_root",
+    "schedule_free_eval_params",
+    "sigmoid_binary_cross_entropy",
+    "update_infinity_moment",
+    "update_moment",
+    "update_moment_per_elem_norm",
+}
+
+PUBLIC = {
+    name: function
+    for module in (optax, optax.contrib)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")
+}
+RETURNS = {
+    name: inspect.signature(function).return_annotation
+    for name, function in PUBLIC.items()
+}
+FACTORIES = {
+    name
+    for name, returns in RETURNS.items()
+    if "GradientTransformation" in str(returns) or name in NOT_ANNOTATED
+}
+MATRIX = sorted(FACTORIES - LEFT_OUT.keys())
+
+# The fast command runs only these eagerly and under scan; it runs all of them jitted.
+REPRESENTATIVE = {
+    "adafactor",
+    "adam",
+    "adamw",
+    "apply_if_finite",
+    "chain",
+    "inject_hyperparams",
+    "lamb",
+    "lion",
+    "masked",
+    "muon",
+    "partition",
+    "polyak_sgd",
+    "reduce_on_plateau",
+    "schedule_free",
+    "sgd",
+}
+MATRIX_BY_SPEED = [
+    name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow)
+    for name in MATRIX
+]
+
+
+def make(name):
+    factory = PUBLIC[name]
+    parameters = inspect.signature(factory).parameters
+    if name in MAKE:
+        return lenient(MAKE[name](factory))
+    needs_rate = "learning_rate" in parameters
+    return lenient(factory(learning_rate=0.05) if needs_rate else factory())
+
+
+def extra_args(name, params, grads):
+    everything = {
+        "value": loss_fn(params),
+        "grad": grads,
+        "value_fn": loss_fn,
+        "obj_fn": loss_fn,
+    }
+    return {key: everything[key] for key in EXTRA_ARGS.get(name, ())}
+
+
+def bare_step(name, tx, params, state):
+    grads = jax.grad(loss_fn)(params)
+    updates, state = tx.update(grads, state, params, **extra_args(name, params, grads))
+    return optax.apply_updates(params, updates), state
+
+
+def scaled_step(name, tx, params, state, poison=1.0):
+    """The same step with a loss scale; `poison` may make it a bad one."""
+    scaled = ols.scaled_grad(lambda p: loss_fn(p) * poison, state)(params)
+    extra = extra_args(name, params, ols.unscale(scaled, state))
+    updates, state = tx.update(scaled, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+def test_no_optimizer_is_missing():
+    not_annotated = {
+        name for name, returns in RETURNS.items() if returns is inspect._empty
+    }
+    assert not_annotated - NOT_TRANSFORMATIONS <= NOT_ANNOTATED
+    assert len(MATRIX) > 100
+    assert set(MATRIX) > REPRESENTATIVE
+
+
+@pytest.mark.parametrize("name", MATRIX_BY_SPEED)
+def test_an_eager_good_step_gives_the_bits_of_the_bare_optimizer(name):
+    bare, tx = make(name), ols.loss_scaled(make(name), ols.static_loss_scale(SCALE))
+    expected = bare_step(name, bare, PARAMS, bare.init(PARAMS))
+    params, state = scaled_step(name, tx, PARAMS, tx.init(PARAMS))
+    assert_same_bits((params, state.inner_state), expected)
+    assert types(state) == types(tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_an_eager_bad_step_changes_no_bit(name):
+    tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
+    state = tx.init(PARAMS)
+    params, after = scaled_step(name, tx, PARAMS, state, jnp.nan)
+    assert_same_bits((params, after.inner_state), (PARAMS, state.inner_state))
+    assert ols.get_loss_scale(after) == SCALE / 2
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
+    bare, tx = make(name), ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
+    bare_jitted = jax.jit(lambda p, s: bare_step(name, bare, p, s))
+    expected = bare_jitted(*bare_jitted(PARAMS, bare.init(PARAMS)))
+
+    step = jax.jit(lambda p, s, x: scaled_step(name, tx, p, s, x))
+    params, state = step(PARAMS, tx.init(PARAMS), 1.0)
+    bad_params, bad_state = step(params, state, np.nan)
+    assert_same_bits((bad_params, bad_state.inner_state), (params, state.inner_state))
+    params, after = step(bad_params, bad_state, 1.0)
+    two_steps = 2 * MAX_ULP.get(name, 4)
+    assert_within_ulp((params, after.inner_state), expected, two_steps)
+    assert types(after) == types(tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", MATRIX_BY_SPEED)
+def test_one_scan_over_good_and_bad_steps_equals_two_shorter_scans(name):
+    tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
+    poisons = jnp.asarray([1.0, np.inf, 1.0, np.nan])
+    first = (PARAMS, tx.init(PARAMS))
+
+    def body(carry, poison):
+        return scaled_step(name, tx, *carry, poison), None
+
+    scan = jax.jit(lambda carry, poisons: jax.lax.scan(body, carry, poisons)[0])
+    scanned = scan(first, poisons)
+    # Both are scans, so that XLA compiles the body in the same way: outside a loop it
+    # fuses multiply-adds differently, and a line search may take another branch.
+    looped = first
+    for piece in poisons.reshape(2, 2):
+        looped = scan(looped, piece)
+    assert_within_ulp(scanned, looped, 2 * MAX_ULP.get(name, 4))
+    assert types(scanned) == types(first)
+
+
+def test_lookahead_works_with_its_pairs_of_parameters():
+    tx = lenient(optax.lookahead(optax.sgd(0.05), 2, 0.5))
+    wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))
+    pairs = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
+    grads = jax.grad(loss_fn)(PARAMS)
+    expected = tx.update(grads, tx.init(pairs), pairs)
+    scaled = jax.tree.map(lambda g: g * SCALE, grads)
+    updates, state = wrapped.update(scaled, wrapped.init(pairs), pairs)
+    assert_same_bits((updates, state.inner_state), expected)
+
+
+def test_an_optimizer_that_takes_a_gradient_per_example_works():
+    tx = lenient(optax.contrib.dpsgd(0.05, 1.0, 0.1, seed=0))
+    wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))
+    grads = jax.tree.map(lambda g: jnp.stack([g, -2 * g]), jax.grad(loss_fn)(PARAMS))
+    expected = tx.update(grads, tx.init(PARAMS), PARAMS)
+    scaled = jax.tree.map(lambda g: g * SCALE, grads)
+    updates, state = wrapped.update(scaled, wrapped.init(PARAMS), PARAMS)
+    assert_same_bits((updates, state.inner_state), expected)
+    scaled["w"] = scaled["w"].at[1, 0, 0].set(jnp.nan)
+    updates, after = wrapped.update(scaled, state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_same_bits(after.inner_state, state.inner_state)

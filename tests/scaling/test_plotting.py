@@ -1,0 +1,146 @@
+"""Plots show the data they were given; only drawing one needs matplotlib."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import pytest
+from helpers.history import states_after
+
+import optax_lossscale as ols
+from optax_lossscale import diagnostics, plotting
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt  # Imported after the backend is chosen.
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+def history_of(finite):
+    rule = ols.dynamic_loss_scale(2.0**10, growth_interval=2)
+    return jax.vmap(ols.loss_scale_metrics)(states_after(rule, finite))
+
+
+def test_the_loss_scale_is_drawn_on_powers_of_two_with_its_skips():
+    ax = plotting.plot_loss_scale(history_of([True, True, False, True]))
+    line, skips = ax.lines
+    assert line.get_ydata().tolist() == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
+    assert line.get_xdata().tolist() == [1, 2, 3, 4]
+    assert skips.get_xdata().tolist() == [3]
+    assert ax.yaxis.get_transform().base == 2
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["loss scale", "skipped: 1 of 4 steps"]
+
+
+def test_stacked_metrics_of_a_python_loop_are_drawn():
+    rule = ols.dynamic_loss_scale(2.0**10)
+    state, dicts = rule.init(), []
+    for finite in (True, False):
+        state = rule.adjust(state, finite)
+        dicts.append(ols.loss_scale_metrics(state))
+    history = jax.tree.map(lambda *x: jnp.stack(x), *dicts)
+    ax = plotting.plot_loss_scale(history)
+    assert ax.lines[0].get_ydata().tolist() == [2.0**10, 2.0**9]
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        ({"scale": jnp.ones(2)}, "must be one dict with"),
+        ([{"loss_scale": 1.0, "last_finite": True}], "must be one dict"),
+        (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
+    ],
+)
+def test_an_argument_that_is_not_a_history_is_refused(history, message):
+    with pytest.raises(ValueError, match=message):
+        plotting.plot_loss_scale(history)
+
+
+def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
+    losses = {"float32": [2.0, 1.0], "float16": [2.0, 2.0]}
+    above, beneath = plotting.plot_training(losses, {"float16": [8.0, 16.0]})
+    assert [line.get_label() for line in above.lines] == ["float32", "float16"]
+    (line,) = beneath.lines
+    assert (line.get_label(), list(line.get_ydata())) == ("float16", [8.0, 16.0])
+    assert line.get_color() == above.lines[1].get_color()
+
+
+def test_histograms_are_drawn_over_the_range_of_the_dtype():
+    histograms = {
+        "before": diagnostics.exponent_histogram(
+            jnp.asarray([2.0**-30, 1.0, 1.0, 0.0])
+        ),
+        "after": diagnostics.exponent_histogram(jnp.asarray([2.0**-15, 2.0**15])),
+    }
+    ax = plotting.plot_exponent_histogram(histograms)
+    normal, subnormal, before, after = ax.patches
+    assert (normal.get_x(), normal.get_x() + normal.get_width()) == (-14.5, 15.5)
+    assert (subnormal.get_x(), subnormal.get_width()) == (-24.5, 10.0)
+    assert before.get_data().values[10] == pytest.approx(1 / 3)
+    assert after.get_data().values[25] == 0.5
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[2:] == ["before (25% zero)", "after"]
+
+
+def test_the_label_of_a_histogram_says_that_every_entry_is_zero():
+    histogram = diagnostics.exponent_histogram(jnp.zeros(3))
+    ax = plotting.plot_exponent_histogram({"_g": histogram})
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels[2:] == [" _g (100% zero)"]
+
+
+def test_a_history_of_python_floats_is_drawn_too():
+    history = {"loss_scale": [8.0, 8.0, 4.0], "last_finite": [1.0, 1.0, 0.0]}
+    ax = plotting.plot_loss_scale(history)
+    assert ax.lines[1].get_label() == "skipped: 1 of 3 steps"
+
+
+def test_without_runs_two_empty_axes_are_drawn():
+    axes = plotting.plot_training({}, {})
+    assert [(ax.get_legend(), list(ax.lines)) for ax in axes] == [(None, [])] * 2
+
+
+def test_a_histogram_without_a_label_is_refused():
+    histogram = diagnostics.exponent_histogram(jnp.ones(1))
+    with pytest.raises(TypeError, match="`histograms` must map labels to histograms"):
+        plotting.plot_exponent_histogram(histogram)
+
+
+def test_a_bar_is_drawn_for_every_leaf_and_scale():
+    grads = {"w": jnp.asarray([1e-9, 1e-3]), "b": jnp.ones(2), "step": jnp.arange(2)}
+    ax = plotting.plot_underflow_by_leaf(grads, scale=jnp.asarray([1.0, 2.0**15]))
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == [0, 50, 0, 0]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["b", "w"]
+    with pytest.raises(ValueError, match="`tree` must have a floating leaf"):
+        plotting.plot_underflow_by_leaf({"step": jnp.arange(2)})
+
+
+def test_every_plot_is_drawn_into_the_axes_it_is_given():
+    _, axes = plt.subplots(3)
+    histogram = diagnostics.exponent_histogram(jnp.ones(1))
+    drawn = [
+        plotting.plot_loss_scale(history_of([True]), ax=axes[0]),
+        plotting.plot_exponent_histogram({"ones": histogram}, ax=axes[1]),
+        plotting.plot_underflow_by_leaf(jnp.ones(1), ax=axes[2]),
+    ]
+    assert all(ax is given for ax, given in zip(drawn, axes, strict=True))
+
+
+def test_without_matplotlib_plotting_says_what_to_install():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; import jax.numpy as jnp; "
+        "import optax_lossscale as ols; "
+        "ols.plotting.plot_underflow_by_leaf(jnp.ones(1))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "ImportError: plotting needs matplotlib" in done.stderr
+    assert "pip install 'optax-lossscale[plot]'" in done.stderr

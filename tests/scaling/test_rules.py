@@ -1,0 +1,262 @@
+"""The dynamic rule, the static rule and no loss scale; and refused settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.compare import assert_same_bits
+
+import optax_lossscale as ols
+from optax_lossscale._checks import check_number
+
+
+def scales(rule, history):
+    """The scale before the first step and after each."""
+    state = rule.init()
+    trace = [float(state.loss_scale)]
+    for finite in history:
+        state = rule.adjust(state, finite)
+        trace.append(float(state.loss_scale))
+    return trace
+
+
+def test_the_scale_grows_exactly_on_the_last_finite_step_of_the_interval():
+    # Flax's DynamicScale grows one step late.
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=3)
+    assert scales(rule, [True] * 7) == [8, 8, 8, 16, 16, 16, 32, 32]
+
+
+def test_by_default_the_scale_grows_on_the_2000th_finite_step():
+    rule = ols.dynamic_loss_scale(8.0)
+    state = rule.init()
+    count = state.rule_state._replace(growth_count=jnp.asarray(1998, jnp.int32))
+    before = rule.adjust(state._replace(rule_state=count), True)
+    assert (before.loss_scale, rule.adjust(before, True).loss_scale) == (8, 16)
+
+
+def test_a_nonfinite_step_backs_off_and_restarts_the_count():
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=3)
+    assert scales(rule, [True, True, False, True, True, True]) == [8, 8, 8, 4, 4, 4, 8]
+
+
+def test_growth_stops_at_the_cap_and_backoff_at_the_floor():
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=1, min_scale=3.0, max_scale=20.0)
+    assert scales(rule, [True] * 3) == [8, 16, 20, 20]
+    assert scales(rule, [False] * 3) == [8, 4, 3, 3]
+
+
+def test_the_initial_scale_can_lie_outside_the_bounds():
+    # jmp allows this: it can start at 8 with a floor of 16.
+    low = ols.dynamic_loss_scale(8.0, min_scale=16.0)
+    assert scales(low, [True, False]) == [8, 8, 16]
+    high = ols.dynamic_loss_scale(64.0, max_scale=16.0, growth_interval=2)
+    assert scales(high, [True, True]) == [64, 64, 16]
+
+
+def test_the_default_floor_is_below_one():
+    # jmp #18, tensorflow #38357: a floor of 1 left users stuck.
+    assert scales(ols.dynamic_loss_scale(1.0), [False])[-1] == 0.5
+
+
+def test_hysteresis_refilled_by_finite_steps_counts_consecutive_nonfinite_steps():
+    rule = ols.dynamic_loss_scale(8.0, hysteresis=2)
+    assert scales(rule, [False, True, False, True]) == [8, 8, 8, 8, 8]
+    assert scales(rule, [False, False, False]) == [8, 8, 4, 2]
+    assert scales(rule, [False, False, True, False, False]) == [8, 8, 4, 4, 4, 2]
+
+
+def test_hysteresis_refilled_by_growth_counts_nonfinite_steps_across_finite_ones():
+    rule = ols.dynamic_loss_scale(
+        8.0, hysteresis=2, hysteresis_refill="growth", growth_interval=2
+    )
+    assert scales(rule, [False, True, False, True, False]) == [8, 8, 8, 4, 4, 2]
+    assert scales(rule, [False, True, True, False, False]) == [8, 8, 8, 16, 16, 8]
+
+
+@pytest.mark.parametrize(("steps", "lowered"), [(10, 5), (50, 10)])
+def test_the_scale_grows_when_a_restored_count_exceeds_a_lowered_interval(
+    steps, lowered
+):
+    # torch and Flax compare with `==`, and never grow again.
+    old = ols.dynamic_loss_scale(8.0, growth_interval=100)
+    state = old.init()
+    for _ in range(steps):
+        state = old.adjust(state, True)
+    new = ols.dynamic_loss_scale(growth_interval=lowered)
+    assert new.adjust(state, True).loss_scale == 16
+
+
+def test_the_scale_never_exceeds_the_largest_scale_with_a_normal_reciprocal():
+    rule = ols.dynamic_loss_scale(2.0**125, growth_interval=1, max_scale=2.0**126)
+    assert scales(rule, [True] * 3)[1:] == [2.0**126] * 3
+
+
+def test_the_counters_count_skipped_and_all_steps():
+    rule = ols.dynamic_loss_scale(8.0)
+    state = rule.init()
+    for finite in [True, False, False, True, False]:
+        state = rule.adjust(state, finite)
+    counts = (state.notfinite_count, state.total_notfinite, state.step_count)
+    assert tuple(map(int, counts)) == (1, 3, 5)
+    assert not state.last_finite
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ols.dynamic_loss_scale,
+        ols.smooth_loss_scale,
+        ols.headroom_loss_scale,
+        ols.static_loss_scale,
+    ],
+)
+def test_the_verdict_can_be_a_number(make):
+    rule = make(8.0)
+    for number in (0, 1, np.int32(0), np.float32(1.0)):
+        expected = rule.adjust(rule.init(), bool(number), 1.0)
+        assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
+
+
+def test_a_static_scale_has_no_rule_state():
+    assert ols.static_loss_scale(8.0).init().rule_state == ()
+
+
+def test_the_counters_stop_at_the_largest_int32():
+    largest = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
+    rule = ols.dynamic_loss_scale(8.0, hysteresis=3)
+    state = rule.init()._replace(step_count=largest, total_notfinite=largest)
+    state = rule.adjust(state, False)
+    assert (state.step_count, state.total_notfinite) == (largest, largest)
+
+
+def test_a_floor_survives_jit_and_tree_map():
+    # A bug of jmp: tree_flatten forgot min_loss_scale.
+    rule = ols.dynamic_loss_scale(2.0, min_scale=0.25)
+    state = jax.tree.map(lambda x: x, rule.init())
+    for _ in range(6):
+        state = jax.jit(rule.adjust)(state, False)
+    assert state.loss_scale == 0.25
+
+
+@pytest.mark.parametrize("skip_nonfinite", [True, False])
+def test_a_static_scale_never_changes(skip_nonfinite):
+    rule = ols.static_loss_scale(128.0, skip_nonfinite=skip_nonfinite)
+    assert scales(rule, [True, False, False]) == [128.0] * 4
+    assert rule.skips is skip_nonfinite
+
+
+def test_a_static_scale_counts_skipped_steps_only_if_it_skips():
+    for settings, expected in (
+        ({}, (2, 2, 3)),
+        ({"skip_nonfinite": True}, (2, 2, 3)),
+        ({"skip_nonfinite": False}, (0, 0, 3)),
+    ):
+        rule = ols.static_loss_scale(128.0, **settings)
+        state = rule.init()
+        for finite in [True, False, False]:
+            state = rule.adjust(state, finite)
+        counts = (state.notfinite_count, state.total_notfinite, state.step_count)
+        assert tuple(map(int, counts)) == expected
+        assert state.last_finite == (not settings.get("skip_nonfinite", True))
+
+
+def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
+    rule = ols.no_loss_scale()
+    assert scales(rule, [True, False]) == [1.0] * 3
+    assert rule.skips is False
+    assert rule == ols.no_loss_scale()
+    assert rule != ols.static_loss_scale(1.0, skip_nonfinite=False)
+
+
+REFUSED = [
+    ({"init_scale": 0.0}, r"`init_scale` must be positive, finite.*got 0.0"),
+    ({"init_scale": -1.0}, r"`init_scale` must be positive"),
+    ({"init_scale": np.nan}, r"`init_scale` must be positive, finite"),
+    ({"init_scale": np.inf}, r"`init_scale` must be positive, finite"),
+    ({"init_scale": 2.0**127}, r"`init_scale` .* to 2\*\*126, got .*flushed to zero"),
+    ({"min_scale": 0}, r"`min_scale` must be positive"),
+    ({"min_scale": 2.0**-127}, r"`min_scale` .*from 2\*\*-126"),
+    ({"max_scale": np.inf}, r"`max_scale` must be positive, finite"),
+    ({"max_scale": 2.0**126 * 1.01}, r"`max_scale` .* to 2\*\*126"),
+    (
+        {"min_scale": 4.0, "max_scale": 2.0},
+        r"`min_scale` must be at most `max_scale`, got 4.0 and 2.0. \(Did you swap",
+    ),
+    (
+        {"growth_factor": 1.0},
+        r"`growth_factor` .*between 1 and inf in float32, got 1.0.*recipr",
+    ),
+    ({"growth_factor": 0.5}, r"`growth_factor` must be strictly between 1 and inf"),
+    ({"growth_factor": 1 + 1e-9}, r"`growth_factor` must be strictly between 1 and"),
+    ({"growth_factor": 1e39}, r"`growth_factor` must be strictly between 1 and inf"),
+    ({"growth_factor": np.inf}, r"`growth_factor` must be strictly between 1 and inf"),
+    ({"growth_factor": np.nan}, r"`growth_factor` must be strictly between 1 and inf"),
+    ({"backoff_factor": 0.0}, r"`backoff_factor` must be strictly between 0 and 1"),
+    ({"backoff_factor": 1.0}, r"`backoff_factor` must be strictly between 0 and 1"),
+    (
+        {"backoff_factor": 2.0},
+        r"between 0 and 1 in float32, got 2.0. \(Did you pass its recipr",
+    ),
+    ({"growth_interval": 0}, r"`growth_interval` must be at least 1.*got 0"),
+    ({"growth_interval": 2**31}, r"`growth_interval` .* below 2\*\*31, got 2147483648"),
+    ({"hysteresis": 0}, r"`hysteresis` must be at least 1 and below 2\*\*31, got 0"),
+    ({"hysteresis_refill": "never"}, r'"finite" or "growth", got \'never\''),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_the_dynamic_rule_refuses_a_wrong_value(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ols.dynamic_loss_scale(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_scale": "2**15"}, r"`init_scale` must be a number, got '2\*\*15' of"),
+        ({"max_scale": None}, r"`max_scale` must be a number, got None of type None"),
+        ({"growth_factor": True}, r"`growth_factor` must be a number, got True"),
+        ({"growth_interval": 2.0}, r"`growth_interval` must be an integer, got 2.0 of"),
+        ({"hysteresis": True}, r"`hysteresis` must be an integer, got True of type b"),
+    ],
+)
+def test_the_dynamic_rule_refuses_a_wrong_type(settings, message):
+    with pytest.raises(TypeError, match=message):
+        ols.dynamic_loss_scale(**settings)
+
+
+@pytest.mark.parametrize("value", [0.0, -8.0, np.nan, np.inf, 2.0**127])
+def test_the_static_rule_refuses_an_unusable_scale(value):
+    with pytest.raises(ValueError, match=r"`scale` must be positive, finite"):
+        ols.static_loss_scale(value)
+
+
+def test_settings_can_be_large_python_integers():
+    rule = ols.dynamic_loss_scale(2**100, max_scale=2**126, growth_interval=1)
+    assert scales(rule, [True]) == [2.0**100, 2.0**101]
+    with pytest.raises(ValueError, match=r"`max_scale` must be positive, finite"):
+        ols.dynamic_loss_scale(max_scale=2**127)
+
+
+def test_a_setting_must_be_one_number():
+    with pytest.raises(TypeError, match=r"`init_scale` must be one number, got shape"):
+        ols.dynamic_loss_scale(np.ones(2))
+
+
+def test_a_setting_can_be_at_the_end_of_its_range():
+    assert ols.dynamic_loss_scale(growth_interval=2**31 - 1).init().loss_scale == 2**15
+    assert ols.smooth_loss_scale(growth_bits=126.0).init().loss_scale == 2**15
+    for scale in (2.0**-126, 2.0**126):
+        assert ols.static_loss_scale(scale).init().loss_scale == scale
+
+
+def test_the_error_for_a_setting_without_an_upper_limit_names_no_limit():
+    with pytest.raises(
+        ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
+    ):
+        check_number("x", -1.0, 0.0)
+
+
+def test_settings_can_be_numpy_numbers():
+    rule = ols.dynamic_loss_scale(np.float32(8), growth_interval=np.int64(1))
+    assert scales(rule, [True]) == [8, 16]

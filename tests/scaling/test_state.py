@@ -1,0 +1,175 @@
+"""Finding, getting and setting a loss scale in any pytree."""
+
+import operator
+
+import flax.linen as nn
+import flax.serialization
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.compare import assert_same_bits, types
+from helpers.compat import enable_x64
+from helpers.inner import adam
+
+import optax_lossscale as ols
+
+PARAMS = {"loss_scale": jnp.ones((2, 3)), "b": jnp.zeros(3)}
+TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "dtypes"),
+    [
+        (ols.dynamic_loss_scale, [jnp.int32, jnp.int32]),
+        (ols.smooth_loss_scale, [jnp.float32]),
+        (ols.headroom_loss_scale, [jnp.float32, jnp.float32]),
+        (lambda: ols.static_loss_scale(8.0), []),
+        (ols.no_loss_scale, []),
+    ],
+    ids=["dynamic", "smooth", "headroom", "static", "none"],
+)
+def test_a_state_has_strong_types_that_are_the_same_in_x64(rule, dtypes, x64):
+    of_all = [jnp.float32, jnp.bool_, jnp.int32, jnp.int32, jnp.int32]
+    with enable_x64(x64):
+        state = rule().init()
+        for each in (state, rule().adjust(state, True, 1.0)):
+            leaves = jax.tree.leaves(each)
+            assert [leaf.dtype for leaf in leaves] == [*of_all, *dtypes]
+            assert not any(leaf.weak_type for leaf in leaves)
+
+
+def test_no_two_fields_of_a_new_state_share_a_buffer():
+    leaves = jax.tree.leaves(TX.init(PARAMS).loss_scale_state)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    assert len(pointers) == len(leaves)
+
+
+def test_find_returns_the_state_itself():
+    state = ols.dynamic_loss_scale().init()
+    assert_same_bits(ols.find_loss_scale_state(state), state)
+
+
+def test_find_returns_the_very_arrays_of_a_restored_state():
+    state = jax.device_get(ols.dynamic_loss_scale().init())
+    found = ols.find_loss_scale_state({"restored": state})
+    assert all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves(state)))
+
+
+def test_get_returns_one_where_gradients_would_not_be_unscaled():
+    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.asarray(8.0))
+    assert ols.get_loss_scale(state) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.identity(), tx, optax.scale(1.0)),
+        lambda tx: optax.masked(tx, {"loss_scale": True, "b": False}),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.partition(
+            {"on": tx, "off": optax.set_to_zero()}, {"loss_scale": "on", "b": "off"}
+        ),
+    ],
+    ids=["bare", "chain", "masked", "multi_steps", "partition"],
+)
+def test_find_works_inside_optax_and_beside_a_parameter_called_loss_scale(wrap):
+    opt_state = wrap(TX).init(PARAMS)
+    assert ols.get_loss_scale(opt_state) == 2.0**10
+
+
+def test_find_works_inside_a_train_state():
+    state = flax.training.train_state.TrainState.create(
+        apply_fn=nn.Dense(1).apply, params=PARAMS, tx=TX
+    )
+    assert ols.get_loss_scale(state) == 2.0**10
+
+
+def test_find_unwraps_the_arrays_of_an_nnx_optimizer():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    for tree in (optimizer, optimizer.opt_state):
+        state = ols.find_loss_scale_state(tree)
+        assert all(isinstance(leaf, jax.Array) for leaf in state[:5])
+        assert isinstance(state.rule_state.growth_count, jax.Array)
+        assert_same_bits(state, TX.init(PARAMS).loss_scale_state)
+
+
+def test_find_without_a_state_says_what_to_wrap():
+    with pytest.raises(ValueError, match=r"got none in a dict.*`loss_scaled\(optim"):
+        ols.find_loss_scale_state({"a": jnp.ones(2)})
+
+
+def test_find_in_a_split_nnx_optimizer_says_that_nnx_flattens_it():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"`nnx.split`, `nnx.state`.*flatten"):
+        ols.find_loss_scale_state(nnx.state(optimizer))
+
+
+def test_find_with_several_states_names_their_paths():
+    tree = {"gen": TX.init(PARAMS), "critic": (TX.init(PARAMS),)}
+    message = r"got 2, at `\['critic'\]\[0\].loss_scale_state`, `\['gen'\].loss_scale"
+    with pytest.raises(ValueError, match=message):
+        ols.find_loss_scale_state(tree)
+
+
+def test_set_changes_only_the_scale():
+    opt_state = TX.init(PARAMS)
+    changed = ols.set_loss_scale(opt_state, 4)
+    assert ols.get_loss_scale(changed) == 4.0
+    assert types(changed) == types(opt_state)
+    assert_same_bits(ols.set_loss_scale(changed, 2.0**10), opt_state)
+    rule = ols.dynamic_loss_scale(2.0**10)
+    state = ols.set_loss_scale(rule.adjust(rule.init(), True), 8)
+    assert (state.loss_scale, state.rule_state.growth_count) == (8, 1)
+
+
+def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
+    state = ols.dynamic_loss_scale(2.0**10).init()
+    set_scale = jax.jit(lambda state, value: ols.set_loss_scale(state, value))
+    for value in (8.0, 8, jnp.int32(8), jnp.float16(8)):
+        assert set_scale(state, value).loss_scale == 8.0
+    for value in (2.0**-126, 2.0**126):
+        assert set_scale(state, value).loss_scale == value
+    for value in (0.0, -1.0, np.nan, np.inf, 2.0**127):
+        assert set_scale(state, value).loss_scale == 2.0**10
+
+
+def test_set_rewraps_the_arrays_of_an_nnx_optimizer():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    optimizer.opt_state = ols.set_loss_scale(optimizer.opt_state, 8.0)
+    wrapped = optimizer.opt_state.loss_scale_state.loss_scale
+    assert isinstance(wrapped, nnx.Variable)
+    assert ols.get_loss_scale(optimizer) == 8.0
+
+
+def test_set_gives_every_member_of_a_stacked_state_the_scale():
+    states = jax.vmap(lambda _: ols.dynamic_loss_scale().init())(jnp.arange(3))
+    assert ols.set_loss_scale(states, 8.0).loss_scale.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf, 2.0**127, 1e-45])
+def test_set_refuses_an_unusable_value(value):
+    state = ols.dynamic_loss_scale().init()
+    for tree in (state, {"state": state}):
+        with pytest.raises(
+            ValueError, match=r"`value` must be positive, finite, and from"
+        ):
+            ols.set_loss_scale(tree, value)
+
+
+@pytest.mark.parametrize("value", [True, "8", None, 1j])
+def test_set_refuses_a_value_that_is_not_a_number(value):
+    state = ols.dynamic_loss_scale().init()
+    with pytest.raises(TypeError, match=r"`value` must be a number, got"):
+        ols.set_loss_scale(state, value)
+
+
+def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
+    opt_state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(PARAMS)
+    with pytest.raises(ValueError, match=r"`value` must not be set on a state of `no_"):
+        ols.set_loss_scale(opt_state, 8.0)

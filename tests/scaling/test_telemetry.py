@@ -1,0 +1,87 @@
+"""Metrics of a training loop, and the error for a run that stalls."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.compat import enable_x64
+from helpers.inner import adam
+
+import optax_lossscale as ols
+
+RULE = ols.dynamic_loss_scale(1024.0)
+
+
+def after(history, rule=RULE):
+    state = rule.init()
+    for finite in history:
+        state = rule.adjust(state, finite)
+    return state
+
+
+def test_metrics_before_the_first_step_show_the_initial_scale():
+    metrics = ols.loss_scale_metrics(RULE.init())
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "loss_scale": 1024.0,
+        "last_finite": True,
+        "notfinite_count": 0,
+        "total_notfinite": 0,
+        "skip_rate": 0.0,
+    }
+
+
+def test_metrics_after_some_steps_count_the_skipped_ones():
+    metrics = ols.loss_scale_metrics(after([False, True, False, False]))
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "loss_scale": 128.0,
+        "last_finite": False,
+        "notfinite_count": 2,
+        "total_notfinite": 3,
+        "skip_rate": 0.75,
+    }
+
+
+def test_the_skip_rate_is_one_in_float32_when_the_only_step_was_skipped():
+    with enable_x64(True):
+        rate = ols.loss_scale_metrics(after([False]))["skip_rate"]
+    assert (rate, rate.dtype) == (1.0, jnp.float32)
+
+
+def test_metrics_can_be_stacked_by_scan():
+    def step(state, finite):
+        state = RULE.adjust(state, finite)
+        return state, ols.loss_scale_metrics(state)
+
+    _, history = jax.lax.scan(step, RULE.init(), jnp.asarray([True, False]))
+    assert history["loss_scale"].tolist() == [1024.0, 512.0]
+    assert history["skip_rate"].tolist() == [0.0, 0.5]
+
+
+def test_metrics_can_be_read_from_an_optimizer_state():
+    opt_state = ols.loss_scaled(adam(), RULE).init(jnp.ones(2))
+    assert ols.loss_scale_metrics(opt_state)["loss_scale"] == 1024.0
+
+
+def test_raise_if_stalled_is_silent_below_the_limit():
+    ols.raise_if_stalled(after([False] * 49))
+    ols.raise_if_stalled(after([False] * 60 + [True]))
+
+
+def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
+    message = (
+        r"the last 50 steps were skipped \(limit 50; 50 of 51 in all\), and the loss "
+        r"scale is 5.96046e-08. \(Look for NaN and infinity in the batch"
+    )
+    with pytest.raises(ols.LossScaleStalledError, match=message):
+        ols.raise_if_stalled(after([True] + [False] * 50))
+
+
+def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
+    states = jax.tree.map(lambda *x: jnp.stack(x), after([True]), after([False]))
+    with pytest.raises(ols.LossScaleStalledError, match="last 1 steps"):
+        ols.raise_if_stalled(states, max_consecutive=1)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_raise_if_stalled_refuses_a_limit_below_one(limit):
+    with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 1"):
+        ols.raise_if_stalled(RULE.init(), limit)

@@ -1,0 +1,648 @@
+"""`loss_scaled`: steps, refused arguments, and what the inner optimizer is given."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.compare import assert_same_bits, assert_within_ulp, types
+from helpers.compat import enable_x64
+from helpers.inner import adam, lenient
+
+import optax_lossscale as ols
+
+PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
+GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)
+SCALE = 2.0**10
+RULE = ols.dynamic_loss_scale(SCALE)
+
+
+def scaled(grads, factor=SCALE):
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def poisoned(grads, value=jnp.nan):
+    return {**grads, "b": grads["b"].at[1].set(value)}
+
+
+def spy(seen):
+    """An optimizer that records its arguments and changes its state."""
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append((updates, extra_args))
+        return updates, state + 1
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(2), update)
+
+
+def test_a_good_step_equals_that_of_the_inner_optimizer():
+    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
+    expected, inner_state = bare.update(GRADS, bare.init(PARAMS), PARAMS)
+    updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, expected)
+    assert_same_bits(state.inner_state, inner_state)
+    assert state.loss_scale_state.step_count == 1
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_bad_step_changes_only_the_loss_scale_state(value, check_updates):
+    tx = ols.loss_scaled(adam(), RULE, check_updates=check_updates)
+    _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    updates, after = tx.update(poisoned(scaled(GRADS), value), state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert after.loss_scale_state.loss_scale == SCALE / 2
+    assert not after.loss_scale_state.last_finite
+
+
+@pytest.mark.parametrize(
+    ("inner", "scale", "value"),
+    [(adam(), 2.0**-20, 2.0**120), (optax.sgd(1.0), 2.0**-10, 1e36)],
+)
+def test_gradients_that_overflow_on_unscaling_are_caught(inner, scale, value):
+    # With a scale below 1, scaled gradients can be finite and true ones infinite.
+    tx = ols.loss_scaled(inner, ols.dynamic_loss_scale(scale))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, value), PARAMS)
+    updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert not state.loss_scale_state.last_finite
+    assert state.loss_scale_state.total_notfinite == 1
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert not np.any(updates["w"])
+
+
+def test_a_step_on_which_the_scale_grows_unscales_by_the_old_scale():
+    # A bug of mpx: gradients were divided by the new scale.
+    tx = ols.loss_scaled(
+        optax.sgd(1.0), ols.dynamic_loss_scale(SCALE, growth_interval=1)
+    )
+    updates, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, jax.tree.map(lambda g: -g, GRADS))
+    assert ols.get_loss_scale(state) == 2 * SCALE
+
+
+def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), RULE)
+    grads = poisoned(scaled(GRADS))
+    tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.nan, value_fn=jnp.sum)
+    grads, extra_args = seen[0]
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+    assert extra_args == {"value": 0.0, "value_fn": jnp.sum}
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), RULE)
+    tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS, value=3.0)
+    assert seen[0][1] == {"value": 3.0}
+
+
+def test_extra_arguments_that_the_inner_optimizer_does_not_know_are_dropped():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS, value=3.0)
+
+
+def test_a_step_counts_as_good_only_if_the_outside_verdict_agrees():
+    tx = ols.loss_scaled(adam(), RULE)
+    state = tx.init(PARAMS)
+    updates, bad = tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert ols.get_loss_scale(bad) == SCALE / 2
+    _, good = tx.update(scaled(GRADS), state, PARAMS, grads_finite=jnp.asarray(True))
+    assert good.loss_scale_state.last_finite
+    _, bad = tx.update(poisoned(scaled(GRADS)), state, PARAMS, grads_finite=True)
+    assert not bad.loss_scale_state.last_finite
+
+
+def test_an_outside_verdict_that_is_not_a_scalar_is_refused():
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(ValueError, match=r"`grads_finite` must be a scalar, got sha"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=jnp.ones(3, bool))
+
+
+def record_max(seen):
+    """A rule that needs the largest magnitude."""
+    static = ols.static_loss_scale(SCALE)
+
+    def adjust(state, grads_finite, grads_max=None):
+        seen.append((bool(grads_finite), float(grads_max)))
+        return static.adjust(state, grads_finite)
+
+    return ols.LossScale(static.init, adjust, needs_grads_max=True)
+
+
+@pytest.mark.parametrize("loss", [1.0, jnp.asarray(jnp.nan), 1])
+def test_an_outside_verdict_that_is_not_a_bool_is_refused(loss):
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(TypeError, match=r"a bool, got .*`jnp.isfinite\(loss\)`"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=loss)
+
+
+def test_a_rule_that_needs_the_largest_gradient_is_given_the_unscaled_one():
+    seen = []
+    tx = ols.loss_scaled(adam(), record_max(seen))
+    state = tx.init(PARAMS)
+    tx.update(scaled(GRADS), state, PARAMS)
+    tx.update(poisoned(scaled(GRADS)), state, PARAMS)
+    tx.update(scaled(GRADS), state, PARAMS, grads_finite=False)
+    small = scaled(GRADS, SCALE * 2.0**-20)
+    tx.update(small, state, PARAMS, grads_finite=True)
+    expected = [(True, 1.25), (False, np.inf), (False, np.inf), (True, 1.25 * 2**-20)]
+    assert seen == expected
+
+
+def test_a_rule_that_needs_the_largest_gradient_but_never_skips_lets_nan_through():
+    seen = []
+    rule = record_max(seen)._replace(skips=False)
+    tx = ols.loss_scaled(optax.sgd(1.0), rule)
+    updates, _ = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert seen == [(False, np.inf)]
+    assert jnp.isnan(updates["b"][1])
+
+
+def test_a_static_scale_that_never_skips_unscales_without_a_check():
+    rule = ols.static_loss_scale(SCALE, skip_nonfinite=False)
+    tx = ols.loss_scaled(optax.sgd(1.0), rule, check_updates=True)
+    updates, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates["w"], -GRADS["w"])
+    assert jnp.isnan(updates["b"][1])
+    assert state.loss_scale_state.last_finite
+    assert state.loss_scale_state.step_count == 1
+
+
+def test_a_custom_rule_that_never_skips_is_told_that_every_step_is_finite():
+    held = ols.static_loss_scale(SCALE)
+    tx = ols.loss_scaled(optax.sgd(1.0), held._replace(skips=False))
+    _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert state.loss_scale_state.total_notfinite == 0
+
+
+@pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_all_members_of_a_named_axis_skip_if_one_member_does(make, check_updates):
+    inner = adam() if not check_updates else nan_updates_when(0.5)
+    tx = ols.loss_scaled(
+        inner, make(SCALE), axis_name="device", check_updates=check_updates
+    )
+    params = jnp.asarray([1.0, 2.0])
+    grads = jnp.asarray([[0.25, 0.25], [0.25, 1.0 if check_updates else jnp.inf]])
+    state = tx.init(params)
+    step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name="device")
+    updates, state = step(scaled(grads), state, params)
+    assert not updates.any()
+    assert state.loss_scale_state.total_notfinite.tolist() == [1, 1]
+
+
+def test_no_loss_scale_passes_everything_on_untouched():
+    seen = []
+    tx = ols.loss_scaled(spy(seen), ols.no_loss_scale(), check_updates=True)
+    grads = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    state = tx.init(PARAMS)
+    updates, after = tx.update(grads, state, PARAMS, grads_finite=False, value=1.0)
+    assert seen[0][0] is grads
+    assert seen[0][1] == {"value": 1.0}
+    assert updates is grads
+    assert_same_bits(after.loss_scale_state, state.loss_scale_state)
+    assert after.inner_state.tolist() == [1.0, 1.0]
+
+
+def compiled_text(update, *args):
+    """The optimized program without source positions."""
+    text = jax.jit(update).lower(*args).compile().as_text()
+    computations = re.search(r"^(%|ENTRY).*", text, flags=re.MULTILINE | re.DOTALL)[0]
+    return re.sub(r", metadata=\{[^}]*\}", "", computations)
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.sgd, optax.lion])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_no_loss_scale_compiles_to_the_program_of_the_bare_optimizer(make, dtype):
+    bare = lenient(make(0.1))
+    grads = jax.tree.map(lambda g: g.astype(dtype), GRADS)
+
+    def program(rule):
+        tx = ols.loss_scaled(bare, rule)
+
+        def update(grads, inner_state, params):
+            state = ols.LossScaledState(rule.init(), inner_state)
+            updates, state = tx.update(grads, state, params)
+            return updates, state.inner_state
+
+        return compiled_text(update, grads, bare.init(PARAMS), PARAMS)
+
+    def update(grads, inner_state, params):
+        return bare.update(grads, inner_state, params)
+
+    bare_program = compiled_text(update, grads, bare.init(PARAMS), PARAMS)
+    assert "fusion" in bare_program
+    assert program(ols.no_loss_scale()) == bare_program
+    assert program(ols.static_loss_scale(1.0)) != bare_program
+
+
+def test_float16_gradients_give_the_updates_of_their_float32_casts():
+    bare, tx = adam(), ols.loss_scaled(adam(), RULE)
+    half = jax.tree.map(lambda g: (g * SCALE).astype(jnp.float16), GRADS)
+    expected, _ = bare.update(
+        jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, half),
+        bare.init(PARAMS),
+        PARAMS,
+    )
+    updates, _ = tx.update(half, tx.init(PARAMS), PARAMS)
+    assert_same_bits(updates, expected)
+
+
+# They divide a zero gradient by an `eps` that float16 rounds to zero:
+# https://github.com/google-deepmind/optax/issues/1754, 1784 and 1789.
+DIVIDING = [
+    optax.adam,
+    optax.amsgrad,
+    optax.adabelief,
+    optax.adamax,
+    optax.rmsprop,
+    lambda learning_rate: optax.scale_by_stddev(),
+    optax.adan,
+    optax.novograd,
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]
+)
+def test_the_state_of_half_precision_parameters_is_and_stays_float32(make, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx = ols.loss_scaled(lenient(make(0.1)), RULE)
+    state = first = tx.init(params)
+    floats = [
+        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
+    update = jax.jit(tx.update)
+    for size in (0.0, 1.0, np.nan, 0.0, 2.0):
+        grads = jax.tree.map(lambda g, s=size: (g * SCALE * s).astype(dtype), GRADS)
+        updates, state = update(grads, state, params)
+        assert types(state) == types(first)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(updates))
+        assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((updates, state)))
+    assert update._cache_size() == 1
+    assert state.loss_scale_state.total_notfinite == 1
+
+
+def test_the_inner_optimizer_sees_half_precision_parameters_in_float32():
+    seen = []
+
+    def update(grads, state, params):
+        seen.append(params)
+        return grads, state
+
+    inner = optax.GradientTransformation(lambda params: (), update)
+    params = {"half": jnp.ones(2, jnp.float16), "int": jnp.arange(2), "none": None}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    tx = ols.loss_scaled(inner, RULE)
+    tx.update(grads, tx.init(params), params)
+    wide = {**params, "half": jnp.ones(2, jnp.float32)}
+    assert_same_bits(seen[0], wide)
+
+
+def test_init_accepts_abstract_parameters():
+    abstract = jax.eval_shape(
+        lambda: jax.tree.map(lambda p: p.astype("bfloat16"), PARAMS)
+    )
+    tx = ols.loss_scaled(adam(), RULE)
+    assert types(tx.init(abstract)) == types(tx.init(PARAMS))
+    assert jax.eval_shape(tx.init, abstract).inner_state[0].mu["w"].dtype == jnp.float32
+
+
+def test_optax_can_map_over_the_parameters_in_the_state():
+    tx = ols.loss_scaled(adam(), RULE)
+    state = optax.tree.map_params(tx, lambda x: x + 1, tx.init(PARAMS))
+    assert state.inner_state[0].mu["w"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert ols.get_loss_scale(state) == SCALE
+
+
+def test_a_weakly_typed_parameter_does_not_make_the_state_weakly_typed():
+    params = {"w": jnp.full((2,), 0.5), "b": 0.5}
+    tx = ols.loss_scaled(adam(), RULE)
+    state = tx.init(params)
+    _, after = tx.update({"w": jnp.ones(2), "b": jnp.ones(())}, state, params)
+    assert types(after) == types(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+
+
+def test_a_weakly_typed_inner_state_becomes_strongly_typed():
+    first = {"count": jnp.asarray(0), "mean": jnp.asarray(0.0), "period": 7}
+    inner = optax.GradientTransformation(lambda params: first, optax.sgd(0.1).update)
+    state = ols.loss_scaled(inner).init(PARAMS).inner_state
+    assert (state["count"].dtype, state["mean"].dtype) == (jnp.int32, jnp.float32)
+    assert not state["count"].weak_type
+    assert not state["mean"].weak_type
+    assert state["period"] is first["period"]
+
+
+def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked():
+    mask = {"w": True, "b": False}
+    for unscale_mask in (mask, lambda grads: {name: name == "w" for name in grads}):
+        tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=unscale_mask)
+        grads = {"w": GRADS["w"] * SCALE, "b": jnp.asarray([jnp.inf, 2.0])}
+        updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert_same_bits(updates, {"w": GRADS["w"], "b": grads["b"]})
+        assert state.loss_scale_state.last_finite
+        bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
+        updates, state = tx.update(bad, state, PARAMS)
+        assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
+    # The recipe for flax's `_overwrite_with_gradient`: its "gradient" is the value.
+    owg = "_overwrite_with_gradient"
+    params = {"params": PARAMS, owg: {"amax": jnp.asarray([1.0, 2.0])}}
+    mask = {"params": True, owg: False}
+    tx = ols.loss_scaled(lenient(optax.sgd(1.0)), RULE, unscale_mask=mask)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        finite = ols.find_loss_scale_state(state).last_finite
+        new = {
+            "params": optax.apply_updates(params["params"], updates["params"]),
+            owg: optax.tree.where(finite, grads[owg], params[owg]),
+        }
+        return new, state
+
+    amax = {"amax": jnp.asarray([3.0, 4.0])}
+    good, state = step(params, tx.init(params), {"params": scaled(GRADS), owg: amax})
+    assert_same_bits(good[owg], amax)
+    bad, _ = step(params, state, {"params": poisoned(scaled(GRADS)), owg: amax})
+    assert_same_bits(bad, params)
+
+
+def nan_updates_when(threshold):
+    """An optimizer whose updates are infinite for some finite gradients."""
+
+    def update(updates, state, params=None):
+        return (
+            jax.tree.map(lambda g: jnp.where(g > threshold, jnp.inf, g), updates),
+            state + 1,
+        )
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(2), update)
+
+
+def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
+    rule = ols.dynamic_loss_scale(SCALE, growth_interval=2)
+    tx = ols.loss_scaled(nan_updates_when(100.0), rule, check_updates=True)
+    _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
+    large = scaled(GRADS, SCALE * 1000)
+    updates, after = tx.update(large, state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_same_bits(after.inner_state, state.inner_state)
+    before, after = state.loss_scale_state, after.loss_scale_state
+    assert after.loss_scale == SCALE
+    assert_same_bits(after.rule_state, before.rule_state)
+    assert (after.total_notfinite, after.step_count) == (1, 2)
+    assert not after.last_finite
+
+
+def test_check_updates_backs_off_when_the_gradients_are_to_blame():
+    tx = ols.loss_scaled(nan_updates_when(-1.0), RULE, check_updates=True)
+    _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
+    assert ols.get_loss_scale(state) == SCALE / 2
+
+
+def in_float16(inner):
+    """An optimizer that casts parameters and gradients to float16."""
+
+    def init(params):
+        return inner.init(optax.tree.cast(params, jnp.float16))
+
+    def update(updates, state, params=None):
+        return inner.update(optax.tree.cast(updates, jnp.float16), state, params)
+
+    return lenient(optax.GradientTransformation(init, update))
+
+
+def root_mean_square(learning_rate):
+    """Divides by an `eps` that underflows, as Optax 0.2.8 does before its fix."""
+
+    def update(updates, state, params=None):
+        def normalize(g):
+            return g / (jnp.sqrt(g * g) + jnp.asarray(1e-8, g.dtype))
+
+        return jax.tree.map(normalize, updates), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.asarray(0), update)
+
+
+@pytest.mark.parametrize("make", [root_mean_square, *DIVIDING])
+def test_check_updates_skips_a_step_whose_zero_gradient_gives_a_nan_update(make):
+    inner = in_float16(make(0.1))
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    bare, _ = inner.update(zeros, inner.init(params), params)
+    is_nan = bool(jnp.isnan(bare["w"]).all())
+    assert is_nan or make is not root_mean_square
+    tx = ols.loss_scaled(inner, RULE, check_updates=True)
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(zeros, state, params)
+        assert all((update == 0).all() for update in jax.tree.leaves(updates))
+        assert ols.get_loss_scale(after) == SCALE
+        assert int(after.loss_scale_state.total_notfinite) == is_nan
+        if is_nan:
+            assert_same_bits(after.inner_state, state.inner_state)
+
+
+def test_without_check_updates_nonfinite_updates_pass():
+    tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
+    updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
+    assert jnp.isinf(updates["w"]).any()
+
+
+@pytest.mark.parametrize(
+    ("rule", "other"),
+    [
+        (ols.no_loss_scale(), RULE),
+        (ols.no_loss_scale(), ols.static_loss_scale(8.0)),
+        (ols.static_loss_scale(8.0), RULE),
+        (RULE, ols.no_loss_scale()),
+    ],
+    ids=["none, dynamic", "none, static", "static, dynamic", "dynamic, none"],
+)
+def test_a_state_of_another_rule_is_refused(rule, other):
+    # Otherwise gradients scaled by one rule would not be unscaled by the other.
+    tx, saved = ols.loss_scaled(adam(), rule), ols.loss_scaled(adam(), other)
+    state = saved.init(PARAMS)
+    with pytest.raises(ValueError, match=r"`state` must be .* this optimizer's own ru"):
+        tx.update(GRADS, state, PARAMS)
+    tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda s: (s,), lambda s: None, lambda s: s._asdict()]
+)
+def test_a_state_of_the_wrong_type_is_refused(wrap):
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(
+        ValueError, match=r"`state` must be a LossScaledState .* got <c"
+    ):
+        tx.update(GRADS, wrap(tx.init(PARAMS)), PARAMS)
+
+
+def test_adopting_a_state_with_a_number_as_the_rule_is_refused():
+    with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got 4.0"):
+        ols.adopt_inner_state(adam().init(PARAMS), 4.0)
+
+
+def test_differentiating_through_a_bad_step_gives_no_nan():
+    inner = lenient(optax.adam(0.1, eps_root=1e-8))  # Without it, sqrt at 0 gives NaN.
+    tx = ols.loss_scaled(inner, RULE)
+
+    def after_step(x, poison):
+        grads = jax.tree.map(lambda p: x * p + poison, PARAMS)
+        updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    assert jax.grad(after_step)(2.0, 0.0) != 0.0
+    assert jax.grad(after_step)(2.0, jnp.inf) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("inner", "value"), [(optax.adam(0.1), jnp.nan), (optax.contrib.muon(0.1), jnp.inf)]
+)
+def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
+    tx = ols.loss_scaled(lenient(inner), RULE)
+    state = tx.init(PARAMS)
+    with jax.debug_nans(True):
+        updates, _ = jax.jit(tx.update)(poisoned(scaled(GRADS), value), state, PARAMS)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert not np.any(updates["w"])
+
+
+def test_types_stay_the_same_in_x64():
+    with enable_x64(True):
+        params = {"f32": jnp.ones(2, jnp.float32), "f64": jnp.ones(2, jnp.float64)}
+        tx = ols.loss_scaled(adam(), RULE)
+        state = tx.init(params)
+        _, after = jax.jit(tx.update)(params, state, params)
+        assert types(after) == types(state)
+        assert state.loss_scale_state.step_count.dtype == jnp.int32
+
+
+def test_integer_and_float0_leaves_pass_through():
+    params = {"w": jnp.ones(2), "steps": jnp.arange(3)}
+    grads = {"w": jnp.ones(2) * SCALE, "steps": np.zeros(3, jax.dtypes.float0)}
+    tx = ols.loss_scaled(optax.identity(), RULE)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["w"].tolist() == [1.0, 1.0]
+    assert updates["steps"].dtype == jax.dtypes.float0
+    bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
+    assert not np.any(tx.update(bad, tx.init(params), params)[0]["w"])
+
+
+@pytest.mark.parametrize(
+    "grads",
+    [
+        {"w": GRADS["w"]},
+        {**GRADS, "extra": jnp.ones(2)},
+        [GRADS["w"], GRADS["b"]],
+        GRADS["w"],
+        {**GRADS, "w": {"inner": GRADS["w"]}},
+    ],
+    ids=["missing", "extra", "list", "leaf", "deeper"],
+)
+def test_gradients_of_another_tree_structure_are_refused_at_trace_time(grads):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # SGD itself accepts any tree.
+    with pytest.raises(
+        ValueError, match=r"^`grads` must have the tree structure of `params`, "
+    ) as e:
+        jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS)
+    is_leaf = not isinstance(grads, dict | list)
+    assert is_leaf == (", got a leaf where there is a subtree. (Do" in str(e.value))
+
+
+def test_gradients_can_be_absent_for_some_parameters():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    for absent in (None, optax.MaskedNode()):
+        grads = {"w": GRADS["w"], "b": absent}
+        tx.update(grads, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam", RULE])
+def test_an_inner_optimizer_of_the_wrong_type_is_refused(inner):
+    with pytest.raises(
+        TypeError, match=r"`inner` must be an optimizer with `init` and"
+    ):
+        ols.loss_scaled(inner)
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic", ols.dynamic_loss_scale])
+def test_a_loss_scale_of_the_wrong_type_is_refused(loss_scale):
+    with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got"):
+        ols.loss_scaled(optax.sgd(0.1), loss_scale)
+
+
+def test_without_an_inner_optimizer_it_unscales_or_returns_zeros():
+    tx = ols.loss_scaled(loss_scale=RULE)
+    state = tx.init(PARAMS)
+    assert_same_bits(tx.update(scaled(GRADS), state, PARAMS)[0], GRADS)
+    assert not any(map(np.any, tx.update(poisoned(GRADS), state)[0].values()))
+
+
+def test_a_multi_steps_object_is_accepted_as_the_inner_optimizer():
+    state = ols.loss_scaled(optax.MultiSteps(adam(), 2), RULE).init(PARAMS)
+    assert isinstance(state.inner_state, optax.MultiStepsState)
+
+
+def test_lookahead_takes_the_gradients_of_its_fast_parameters():
+    tx = ols.loss_scaled(lenient(optax.lookahead(optax.sgd(0.1), 2, 0.5)), RULE)
+    pair = optax.LookaheadParams(fast=jnp.ones(2), slow=jnp.ones(2))
+    updates, _ = tx.update(jnp.ones(2) * SCALE, tx.init(pair), pair)
+    assert_same_bits(updates.fast, jnp.full(2, -0.1))
+
+
+def test_an_optimizer_that_holds_masters_sees_parameters_in_their_own_dtypes():
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    dtypes = {}
+    for name, inner in (("bare", spy([])), ("masters", ols.master_weights(spy([])))):
+
+        def update(updates, state, params, name=name, inner=inner):
+            dtypes[name] = params["w"].dtype
+            return inner.update(updates, state, params)
+
+        tx = ols.loss_scaled(optax.GradientTransformation(inner.init, update), RULE)
+        tx.update(scaled(GRADS), tx.init(half), half)
+    assert dtypes == {"bare": jnp.float32, "masters": jnp.float16}
+
+
+def test_the_default_rule_is_dynamic():
+    state = ols.loss_scaled(optax.sgd(0.1)).init(PARAMS)
+    assert_same_bits(state.loss_scale_state, ols.dynamic_loss_scale().init())
+
+
+def test_jit_agrees_with_eager():
+    tx = ols.loss_scaled(adam(), RULE)
+    for grads in (scaled(GRADS), poisoned(scaled(GRADS))):
+        eager = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
+
+
+def test_an_inner_optimizer_that_is_already_loss_scaled_is_refused():
+    # Gradients would be unscaled twice. tf.keras refuses this, too.
+    tx = ols.loss_scaled(optax.chain(ols.loss_scaled(optax.sgd(0.1)), optax.scale(1.0)))
+    with pytest.raises(ValueError, match="`inner` must not be loss-scaled itself"):
+        tx.init(jnp.ones(1))
+
+
+def test_a_state_that_is_already_loss_scaled_cannot_be_adopted():
+    state = ols.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
+        ols.adopt_inner_state(state)
+
+
+def test_check_updates_must_be_true_or_false():
+    with pytest.raises(
+        TypeError, match="`check_updates` must be True or False, got 'yes'"
+    ):
+        ols.loss_scaled(optax.sgd(0.1), check_updates="yes")

@@ -1,0 +1,128 @@
+"""A million steps with faults, for every rule and optimizer.
+
+    python tests/tools/faults.py [--steps N]
+
+Gradients over 16 decades, scaled and cast to float16, so that they overflow and
+underflow; NaN, infinities and zeros among them. Prints a line a case, and fails unless
+parameters and moments stay finite, every skipped step leaves them as they were, scales
+stay inside their bounds, and every count is that of an oracle in plain NumPy.
+"""
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ols
+
+BOUNDS = 2.0**-10, 2.0**20
+LIMITS = {"min_scale": BOUNDS[0], "max_scale": BOUNDS[1]}
+RULES = {
+    "dynamic": ols.dynamic_loss_scale(growth_interval=20, **LIMITS),
+    "dynamic, hysteresis": ols.dynamic_loss_scale(
+        growth_interval=20, hysteresis=3, hysteresis_refill="growth", **LIMITS
+    ),
+    "static": ols.static_loss_scale(2.0**10),
+    "smooth": ols.smooth_loss_scale(growth_bits=0.05, **LIMITS),
+    "headroom": ols.headroom_loss_scale(**LIMITS),
+}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "sgd, momentum": optax.sgd(1e-3, momentum=0.9),
+}
+FAULTS = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 0.0])
+
+
+def draw(key):
+    """A gradient, `f32[4]`; sometimes one entry is a fault."""
+    keys = jax.random.split(key, 5)
+    size = 10.0 ** jax.random.uniform(keys[0], minval=-12.0, maxval=4.0)
+    grads = size * jax.random.normal(keys[1], (4,))
+    fault = FAULTS[jax.random.randint(keys[2], (), 0, 4)]
+    place = jax.random.randint(keys[3], (), 0, 4)
+    is_hit = jax.random.bernoulli(keys[4], 0.02)
+    return jnp.where((jnp.arange(4) == place) & is_hit, fault, grads)
+
+
+def run(rule, optimizer, steps, seed=0):
+    """Trains, and returns observations of each step."""
+    tx = ols.loss_scaled(optimizer, rule)
+
+    def step(carry, key):
+        params, state = carry
+        scale = ols.get_loss_scale(state)
+        grads = {"w": (draw(key) * scale).astype(jnp.float16)}
+        # The expected verdict, computed from the optimizer's arguments.
+        is_finite = jnp.all(jnp.abs(grads["w"].astype(jnp.float32) / scale) < jnp.inf)
+        updates, after = tx.update(grads, state, params)
+        moved = optax.apply_updates(params, updates)
+        old, new = (params, state.inner_state), (moved, after.inner_state)
+        floats = [x for x in jax.tree.leaves(new) if x.dtype == jnp.float32]
+        seen = {
+            "finite": is_finite,
+            "kept": jnp.all(
+                jnp.stack(
+                    [
+                        jnp.all(a == b)
+                        for a, b in zip(
+                            jax.tree.leaves(old), jax.tree.leaves(new), strict=True
+                        )
+                    ]
+                )
+            ),
+            "sound": jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])),
+            "scale": ols.get_loss_scale(after),
+            "counts": jnp.stack(
+                [
+                    after.loss_scale_state.step_count,
+                    after.loss_scale_state.total_notfinite,
+                    after.loss_scale_state.notfinite_count,
+                ]
+            ),
+        }
+        return (moved, after), seen
+
+    params = {"w": jnp.ones(4)}
+    keys = jax.random.split(jax.random.key(seed), steps)
+    _, seen = jax.jit(lambda c: jax.lax.scan(step, c, keys))((params, tx.init(params)))
+    return {name: np.asarray(value) for name, value in seen.items()}
+
+
+def check(seen):
+    """Raises unless all observations are right; returns the share of skipped steps."""
+    finite, steps = seen["finite"], len(seen["finite"])
+    assert seen["sound"].all(), "a parameter or a moment is not finite"
+    assert seen["kept"][~finite].all(), "a skipped step changed something"
+    assert (seen["scale"] >= BOUNDS[0]).all()
+    assert (seen["scale"] <= BOUNDS[1]).all()
+    in_row, rows = 0, []
+    for is_finite in finite:
+        in_row = 0 if is_finite else in_row + 1
+        rows.append(in_row)
+    counts = np.stack([np.arange(1, steps + 1), np.cumsum(~finite), rows], axis=1)
+    np.testing.assert_array_equal(seen["counts"], counts)
+    return float(np.mean(~finite))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    steps = parser.parse_args().steps
+    for name, rule in RULES.items():
+        for optimizer, tx in OPTIMIZERS.items():
+            start = time.perf_counter()
+            seen = run(rule, tx, steps)
+            skipped = check(seen)
+            exponents = np.log2([seen["scale"].min(), seen["scale"].max()])
+            print(
+                f"{name:20} {optimizer:14} {steps} steps, {skipped:6.2%} skipped, "
+                f"scales 2**{exponents[0]:g} to 2**{exponents[1]:g}, "
+                f"{time.perf_counter() - start:.0f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()

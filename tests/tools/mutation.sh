@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Mutation testing of the core with mutmut: it changes the code in one place after the
+# other, and asks whether a test notices. Prints the share of the changes that one did,
+# and those that none did and that equivalent_mutants.md does not name; fails if there are
+# such, or below 90 %. Takes about an hour on two cores.
+#
+#   tests/tools/mutation.sh [folder]     where `mutmut show NAME` then shows a change
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+folder=${1:-$(mktemp -d)}
+mkdir -p "$folder"
+git archive HEAD | tar -x -C "$folder"
+python3.11 -m venv "$folder/.venv"
+source "$folder/.venv/bin/activate"
+pip install -q '.[test]' mutmut==3.8.1
+cd "$folder"
+
+# What is decorated mutmut leaves alone. These decorators change no result.
+core=$(python -c '
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["only_mutate"])')
+sed -i -E '/^ *@(jax\.jit|partial\(jax\.jit|functools\.wraps)/d' $core
+# What each test run would import; nothing that starts JAX, which must not be forked.
+printf '%s\n' jax optax flax.nnx flax.training.train_state hypothesis chex equinox \
+  jaxtyping orbax.checkpoint > preload.txt
+
+# Most changes leave most programs as they are: those are compiled once.
+export JAX_COMPILATION_CACHE_DIR=$folder/.jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+
+mutmut run --max-children "$(nproc)"
+python <<'EOF'
+import pathlib
+import subprocess
+
+def mutmut(*args):
+    return subprocess.check_output(["mutmut", *args], text=True).splitlines()
+
+verdicts = [line.strip().split(": ") for line in mutmut("results", "--all", "true")]
+# "Interrupted" are tests that cannot even be collected.
+noticed = ("killed", "timeout", "check was interrupted by user")
+missed = [name for name, verdict in verdicts if verdict not in noticed]
+named = pathlib.Path("tests/tools/equivalent_mutants.md").read_text()
+unnamed = 0
+for name in missed:
+    diff = [line for line in mutmut("show", name) if line.startswith(("+ ", "- "))]
+    new = [line for line in diff if line[0] == "+" and line.strip("+ )")]
+    line = (new or diff)[0][1:].strip()  # Of one that is left out, the old line.
+    if f"`{line}`" not in named:
+        print(name, *diff, sep="\n    ")
+        unnamed += 1
+share = 1 - len(missed) / len(verdicts)
+print(f"{len(verdicts)} mutants, {share:.1%} noticed; {unnamed} of the others not named")
+raise SystemExit(share < 0.9 or unnamed > 0)
+EOF

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
+# JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+python3.11 -m venv "$scratch/build"
+"$scratch/build/bin/pip" install -q build twine
+"$scratch/build/bin/python" -m build -o "$scratch/dist" . > "$scratch/log"
+"$scratch/build/bin/twine" check --strict "$scratch"/dist/*
+
+doctests() {
+  bare/bin/python -m pytest -q -p no:cacheprovider -W error --doctest-modules \
+    -o doctest_optionflags='ELLIPSIS NORMALIZE_WHITESPACE' "$@"
+}
+cd "$scratch" # So that nothing is imported from the checkout.
+for built in dist/*; do
+  python3.11 -m venv --clear bare
+  bare/bin/pip install -q "$built" pytest
+  doctests --pyargs optax_lossscale --ignore-glob='*/plotting.py' --ignore-glob='*/demo.py'
+  bare/bin/pip install -q "$built[plot]"
+  doctests --pyargs optax_lossscale.plotting
+done
