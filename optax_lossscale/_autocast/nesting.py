@@ -1,7 +1,7 @@
 """The one table of operations that hold programs, and of how autocast treats them.
 
-To add an operation, write a function for it in `control_flow.py` or
-`custom_derivatives.py`, and a row here.
+To add an operation, write a function for it in `control_flow.py`, or in
+`custom_derivatives.py` if it has a derivative rule of its own, and a row here.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Primitive, primitives
 
-from optax_lossscale._autocast import control_flow, custom_derivatives
-from optax_lossscale._autocast.control_flow import Call
+from optax_lossscale._autocast.control_flow import (
+    Call,
+    cond,
+    inline,
+    jit,
+    remat,
+    scan,
+    shard_map,
+    while_loop,
+)
+from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.values import Value
 from optax_lossscale._tree import is_floating
 
@@ -36,18 +45,16 @@ class Nesting(NamedTuple):
 
 # Keyed by the primitive where JAX exports it, else by the primitive's name.
 _NESTINGS: dict[Primitive | str, Nesting] = {
-    primitives.jit_p: Nesting(control_flow.jit, body="jaxpr"),
-    "remat2": Nesting(control_flow.remat, body="jaxpr"),  # JAX 0.7 has no `remat_p`.
-    primitives.scan_p: Nesting(control_flow.scan),
-    primitives.while_p: Nesting(control_flow.while_loop),
-    primitives.cond_p: Nesting(control_flow.cond),
-    primitives.closed_call_p: Nesting(control_flow.inline),
-    "eval_jaxpr": Nesting(control_flow.inline),
-    "shard_map": Nesting(control_flow.shard_map),
-    primitives.custom_jvp_call_p: Nesting(
-        custom_derivatives.custom_jvp, body="call_jaxpr", has_rule=True
-    ),
-    primitives.custom_vjp_call_p: Nesting(custom_derivatives.custom_vjp, has_rule=True),
+    primitives.jit_p: Nesting(jit, body="jaxpr"),
+    "remat2": Nesting(remat, body="jaxpr"),  # JAX 0.7 has no `remat_p`.
+    primitives.scan_p: Nesting(scan),
+    primitives.while_p: Nesting(while_loop),
+    primitives.cond_p: Nesting(cond),
+    primitives.closed_call_p: Nesting(inline),
+    "eval_jaxpr": Nesting(inline),
+    "shard_map": Nesting(shard_map),
+    primitives.custom_jvp_call_p: Nesting(custom_jvp, body="call_jaxpr", has_rule=True),
+    primitives.custom_vjp_call_p: Nesting(custom_vjp, has_rule=True),
 }
 NESTED_NAMES = frozenset(
     key.name if isinstance(key, Primitive) else key for key in _NESTINGS

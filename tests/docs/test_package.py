@@ -15,60 +15,7 @@ import optax_lossscale as ols
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_lossscale"
-LAYERS = [
-    "_types",
-    "_checks",
-    "_bits",
-    "_tree",
-    "_jaxprs",
-    "_normalization",
-    "_state",
-    "_scaling",
-    "_finite",
-    "_rules",
-    "_smooth",
-    "_headroom",
-    "_adaptive",
-    "presets._rules",
-    "presets._torch",
-    "presets._trainers",
-    "presets._keras",
-    "presets._mindspore",
-    "presets._jax",
-    "presets",
-    "_telemetry",
-    "_grad",
-    "_masking",
-    "_transform",
-    "_master_weights",
-    "_keras",
-    "_keras.parts",
-    "_keras.optimizer",
-    "_keras_parts",
-    "_autocast",
-    "_autocast.policy",
-    "_autocast.values",
-    "_autocast.choice",
-    "_autocast.control_flow",
-    "_autocast.custom_derivatives",
-    "_autocast.nesting",
-    "_autocast.rounding",
-    "_autocast.notes",
-    "_autocast.interpreter",
-    "_autocast.nnx",
-    "_autocast.transform",
-    "_autocast.report",
-    "diagnostics",
-    "plotting",
-    "__init__",
-    "demo",
-]
-FILES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-    for path in PACKAGE.rglob("*.py")
-}
-for package in ("presets", "_keras", "_autocast"):
-    FILES[package] = FILES.pop(f"{package}.__init__")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
@@ -89,22 +36,91 @@ def lines_of_code(source):
     )
 
 
-def test_every_file_is_in_a_layer_and_has_about_200_lines_of_code_at_most():
-    assert set(FILES) == set(LAYERS)
-    for name, path in FILES.items():
-        assert lines_of_code(path.read_text()) <= 220, name
+def drawn_paths():
+    """The paths in CONTRIBUTING's drawing, from top to bottom; folders end in `/`."""
+    (drawing,) = re.findall(r"```\n(optax_lossscale/\n.*?)```", CONTRIBUTING, re.DOTALL)
+    folders = []
+    for line in drawing.splitlines():
+        indent, name, what = re.match(r"( *)(\S+) *(.*)", line).groups()
+        del folders[len(indent) // 2 :]
+        yield "".join([*folders, name])
+        assert what or name in ("optax_lossscale/", "tests/")
+        if name.endswith("/"):
+            folders.append(name)
 
 
-@pytest.mark.parametrize("name", LAYERS[: LAYERS.index("__init__")])
-def test_a_file_imports_only_from_those_above_it(name):
-    above = LAYERS[: LAYERS.index(name)]
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+DRAWN = list(drawn_paths())
+FILES = [path for path in DRAWN if path.endswith(".py")]
+FOLDERS = [path for path in DRAWN if path.endswith("/")]
+
+
+def module_of(path):
+    return path.removesuffix(".py").removesuffix("/").replace("/", ".")
+
+
+def modules_above(path):
+    """The modules of the files above, and the folders of which every file is above."""
+    above = FILES[: FILES.index(path)]
+    complete = [
+        folder
+        for folder in FOLDERS
+        if {file for file in FILES if file.startswith(folder)} <= set(above)
+    ]
+    return {module_of(other) for other in above + complete}
+
+
+def imports_of(path):
+    """The modules of this package from which a file imports names."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
             assert not any(alias.name.startswith("optax_loss") for alias in node.names)
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            package, _, module = str(node.module).partition(".")
-            assert package != "optax_lossscale" or module in above
+            if node.module.startswith("optax_lossscale"):
+                yield node.module
+
+
+def test_the_drawing_in_contributing_shows_every_file_and_folder():
+    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    # The line of a folder stands for the file that makes it a package.
+    packages = {f"{folder}__init__.py" for folder in FOLDERS} & files
+    packages.discard("optax_lossscale/__init__.py")
+    assert set(FILES) == files - packages
+    drawn = {folder for folder in FOLDERS if not folder.startswith("optax_lossscale/")}
+    for top in ("tests", "notebooks", "benchmarks"):
+        below = [path for path in (ROOT / top).iterdir() if path.is_dir()]
+        below = [path for path in below if path.name[0] != "." and list(path.glob("*"))]
+        names = {f"{top}/{path.name}/" for path in below} - {f"{top}/__pycache__/"}
+        assert {folder for folder in drawn if folder.startswith(top)} == {
+            f"{top}/",
+            *names,
+        }
+
+
+def test_every_file_has_about_200_lines_of_code_at_most():
+    for path in FILES:
+        assert lines_of_code((ROOT / path).read_text()) <= 220, path
+
+
+@pytest.mark.parametrize("path", FILES[: FILES.index("optax_lossscale/__init__.py")])
+def test_a_file_imports_only_from_those_above_it(path):
+    assert set(imports_of(path)) <= modules_above(path)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "/_autocast/" in path])
+def test_the_wing_imports_four_files_of_the_house_and_nothing_else(path):
+    wing = {"_types", "_tree", "_jaxprs", "_normalization"}
+    for module in imports_of(path):
+        name = module.split(".")[1]
+        assert name == "_autocast" or name in wing
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_init_of_a_folder_imports_only_from_its_own_files(folder):
+    path = ROOT / folder / "__init__.py"
+    if folder != "optax_lossscale/" and path.exists():
+        for module in imports_of(f"{folder}__init__.py"):
+            assert module.startswith(module_of(folder))
 
 
 def test_importing_the_package_loads_neither_flax_nor_matplotlib():
@@ -144,10 +160,9 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
 
 
 def test_contributing_is_short_and_its_rule_works():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert len(text.splitlines()) <= 60
-    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(block.splitlines()) <= 15
+    assert len(CONTRIBUTING.splitlines()) <= 140
+    (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, flags=re.DOTALL)
+    assert len(block.splitlines()) <= 10
     namespace = {"jnp": jnp, "ols": ols}
     exec(compile(block, "CONTRIBUTING.md", "exec"), namespace)
     rule = namespace["popart_loss_scale"]()

@@ -513,9 +513,9 @@ def test_differentiating_through_a_bad_step_gives_no_nan():
 )
 def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
     tx = ols.loss_scaled(lenient(inner), RULE)
-    state = tx.init(PARAMS)
+    state, grads = tx.init(PARAMS), poisoned(scaled(GRADS), value)
     with jax.debug_nans(True):
-        updates, _ = jax.jit(tx.update)(poisoned(scaled(GRADS), value), state, PARAMS)
+        updates, _ = jax.jit(tx.update)(grads, state, PARAMS)
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
     assert not np.any(updates["w"])
 
