@@ -60,9 +60,9 @@ def saved_bytes(loss_fn: Any, *args: Any) -> int:
 
 
 def dtype_under_autocast(function: Callable[[Any, Any], Any]) -> str:
-    """Returns the dtype in which a function of a product and an array computes.
+    """Returns the dtype of a function's result, before autocast restores float32.
 
-    A cast of the result at the end does not count.
+    The function takes a float16 product and a float32 array.
     """
     half, wide = jnp.full((4, 4), 0.5), jnp.full((4, 4), 0.25)
 
@@ -70,8 +70,8 @@ def dtype_under_autocast(function: Callable[[Any, Any], Any]) -> str:
         return function(half @ half, wide)
 
     program = jax.make_jaxpr(ols.autocast(fun))(half, wide).jaxpr
-    makers = {variable: made for made in program.eqns for variable in made.outvars}
-    last = makers[program.outvars[0]]
+    equations = {v: equation for equation in program.eqns for v in equation.outvars}
+    last = equations[program.outvars[0]]
     is_cast = last.primitive.name == "convert_element_type"
     return (last.invars if is_cast else last.outvars)[0].aval.dtype.name
 

@@ -1,4 +1,4 @@
-"""Compares one training run in every way of running it on several devices: a table.
+"""Runs the same training in each of JAX's ways to use several devices: one table.
 
     python benchmarks/ways_of_running.py [--json FILE]
 
@@ -35,7 +35,7 @@ Tree = Any
 
 
 class Result(NamedTuple):
-    """What one way of running gives.
+    """The result of one way of running.
 
     Attributes:
       params: The final parameters.
@@ -122,9 +122,9 @@ def train(
         before = shards(params)
         params, state = step(params, state, *map(put, make_batch(index)))
         if index == BAD_STEP:
-            held = map(np.array_equal, shards(params), before)
+            unchanged = map(np.array_equal, shards(params), before)
             counts = shards(ols.find_loss_scale_state(state).total_notfinite)
-            together = all(held) and all((count == 1).all() for count in counts)
+            together = all(unchanged) and all((count == 1).all() for count in counts)
     final = {name: np.asarray(fetch(param)) for name, param in params.items()}
     return Result(final, together, len(re.findall(COLLECTIVE, compiled)))
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: each script imports from here, and nothing here is run."""
+"""Modules that the benchmark scripts import; none of them is a script itself."""
