@@ -42,12 +42,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=pathlib.Path, help="folder to save to and to continue from"
     )
-    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--processes", type=int, help="start this many processes here")
-    parser.add_argument("--devices", type=int, default=2, help="in each process")
-    parser.add_argument("--nan-step", type=int, help="step with a NaN")
-    parser.add_argument("--kill-step", type=int, help="step that kills one process")
-    parser.add_argument("--save-final", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="steps between checkpoints",
+    )
+    parser.add_argument("--processes", type=int, help="start this many on this machine")
+    parser.add_argument(
+        "--devices", type=int, default=2, help="devices of each process"
+    )
+    parser.add_argument(
+        "--nan-step", type=int, help="give one process a NaN at this step"
+    )
+    parser.add_argument("--kill-step", type=int, help="kill one process at this step")
+    parser.add_argument(
+        "--save-final",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="save the final state here",
+    )
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
