@@ -1,11 +1,11 @@
-"""Records the magnitudes of gradients in three short trainings, for rules.py.
+"""Records the magnitudes of gradients in three short training runs, for `rules.py`.
 
     python benchmarks/record_traces.py
 
-In float32, so that nothing overflows: the demo's network and a convolutional one on
-scikit-learn's digits, and a small language model on the help texts of Python itself.
-For each step: log2 of the largest magnitude, and mean and standard deviation of log2 of
-all that are not zero.
+The script trains the demo's network and a convolutional network on scikit-learn's
+digits, and a small language model on Python's own help texts. It trains in float32, so
+that nothing overflows. `traces.npz` holds three figures a step: log2 of the largest
+magnitude, and the mean and standard deviation of log2 of the nonzero magnitudes.
 """
 
 import pathlib
@@ -26,7 +26,7 @@ CONTEXT = 64
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and two dense layers."""
+    """A network of two convolutions and two dense layers."""
 
     @nn.compact
     def __call__(self, images):
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Two transformer layers of width 64, which predict the next byte."""
+    """A transformer of two layers of width 64, which predicts the next byte."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -53,18 +53,18 @@ class LanguageModel(nn.Module):
 
 
 def squared_error(outputs, labels):
-    """The demo's loss."""
+    """Returns the mean squared error of one-hot labels, as the demo does."""
     return jnp.mean((outputs - jax.nn.one_hot(labels, 10)) ** 2)
 
 
 def cross_entropy(logits, labels):
-    """Of the labels, the mean over all positions."""
+    """Returns the cross-entropy of the labels, averaged over all positions."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return jnp.mean(losses)
 
 
 def magnitudes(grads: Any) -> jax.Array:
-    """log2 of the largest; mean and standard deviation of log2 of the nonzero ones."""
+    """Returns the three figures of one step, `f32[3]`, from its gradients."""
     flat = jnp.abs(jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(grads)]))
     nonzero = flat > 0
     log2 = jnp.log2(jnp.where(nonzero, flat, 1))
@@ -73,7 +73,7 @@ def magnitudes(grads: Any) -> jax.Array:
 
 
 def record(model, loss_fn, inputs, labels, batch_size, learning_rate) -> np.ndarray:
-    """Trains with Adam; `f32[STEPS, 3]`."""
+    """Trains with Adam, and returns the figures of every step, `f32[STEPS, 3]`."""
     tx = optax.adam(learning_rate)
     params = model.init(jax.random.key(0), inputs[:1])
 
@@ -92,7 +92,7 @@ def record(model, loss_fn, inputs, labels, batch_size, learning_rate) -> np.ndar
 
 
 def main() -> None:
-    """Trains all three."""
+    """Trains the three models, and writes `traces.npz`."""
     digits, _ = load_data()
     text = "".join(pydoc_data.topics.topics.values())
     tokens = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)

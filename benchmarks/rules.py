@@ -1,10 +1,10 @@
-"""Every rule on traces of gradient magnitudes: two tables and a picture.
+"""Runs every rule on traces of gradient magnitudes: two tables and a picture.
 
     python benchmarks/rules.py [--json FILE] [--plot FILE]
 
-A trace gives log2 of the gradients' largest magnitude at each step; a step is skipped
-where that times the scale is above float16's largest value. Five traces are made up,
-three are recorded: `traces.npz`, by `record_traces.py`.
+A trace gives log2 of the gradients' largest magnitude at each step. A rule skips a step
+if this magnitude times the scale exceeds float16's largest value. Five traces are made
+up; `record_traces.py` recorded three more in `traces.npz`.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jax.scipy.stats import norm
-from tables import print_table, versions
 
 import optax_lossscale as ols
+from _lib.tables import print_table, versions
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -39,12 +39,12 @@ DRAWN = {
 
 
 class Trace(NamedTuple):
-    """For each step, of the gradients' magnitudes, `f32[seeds, steps]` each.
+    """The magnitudes of the gradients at each step; all arrays are `f32[seeds, steps]`.
 
     Attributes:
-      largest: log2 of the largest one; NaN for a bad batch.
-      mean: Mean of log2 of those that are not zero.
-      std: Its standard deviation.
+      largest: log2 of the largest magnitude; NaN for a bad batch.
+      mean: Mean of log2 of the nonzero magnitudes.
+      std: Standard deviation of log2 of the nonzero magnitudes.
     """
 
     largest: np.ndarray
@@ -52,21 +52,26 @@ class Trace(NamedTuple):
     std: np.ndarray
 
 
+# For each rule and trace: the scales, and whether each step was applied.
+Runs = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+
+
 def synthetic_traces() -> dict[str, Trace]:
-    """Five histories of the largest magnitude, with noise of half a bit."""
+    """Makes up five traces, with noise of half a bit."""
     rng = np.random.default_rng(0)
-    t = np.arange(STEPS)
+    steps = np.arange(STEPS)
     noise = rng.normal(0, 0.5, (5, SEEDS, STEPS))
     spikes = 8 * (rng.random((SEEDS, STEPS)) < 1e-3)
-    nan = np.where(np.isin(t, [5000, 10_000, 15_000]), np.nan, 0)
+    nan = np.where(np.isin(steps, [5000, 10_000, 15_000]), np.nan, 0)
     log2 = {
         "stationary": -6,
-        "decaying 8 bits": -8 * (1 - np.exp(-t / 3000)),
+        "decaying 8 bits": -8 * (1 - np.exp(-steps / 3000)),
         "spikes of 8 bits": -6 + spikes,
-        "sudden rise of 9 bits": -6 + 9 * (t >= STEPS // 2),
+        "sudden rise of 9 bits": -6 + 9 * (steps >= STEPS // 2),
         "three NaN batches": -6 + nan,
     }
-    # As wide as what Micikevicius et al. show of SSD (figure 3): some 40 binades.
+    # The magnitudes span some 40 binades, as those of SSD in Micikevicius et al. do
+    # (figure 3).
     return {
         name: Trace(x + n, (np.nan_to_num(x) + 0 * n) - 20, np.full_like(n, 6))
         for (name, x), n in zip(log2.items(), noise, strict=True)
@@ -74,17 +79,22 @@ def synthetic_traces() -> dict[str, Trace]:
 
 
 def recorded_traces() -> dict[str, Trace]:
-    """What `record_traces.py` wrote."""
+    """Loads the traces that `record_traces.py` wrote."""
     with np.load(RECORDED) as file:
         columns = {name: file[name].astype(np.float32).T[:, None] for name in file}
     return {name: Trace(*column) for name, column in columns.items()}
 
 
-Runs = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
-
-
 def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale before each step, and whether the step was applied; `[runs, steps]`."""
+    """Runs a rule on traces, all of them at once.
+
+    Args:
+      rule: A loss scale rule.
+      largest: log2 of the largest magnitude, `f32[runs, steps]`.
+
+    Returns:
+      The scale before each step, and whether the step was applied; `[runs, steps]`.
+    """
 
     def step(state, largest):
         magnitude = jnp.exp2(largest)
@@ -100,7 +110,11 @@ def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def measure(trace: Trace, scales: np.ndarray, applied: np.ndarray) -> dict[str, float]:
-    """Means over seeds; bits and flushed entries over the steps that were applied."""
+    """Returns the figures of one rule on one trace, averaged over seeds.
+
+    Unused bits and flushed entries are averaged over the applied steps only; "steps to
+    scale" is the median over seeds.
+    """
     bits = np.log2(scales)
     unused = np.log2(FLOAT16_MAX) - bits - trace.largest
     flushed = norm.cdf((-25 - bits - trace.mean) / trace.std)
@@ -114,8 +128,8 @@ def measure(trace: Trace, scales: np.ndarray, applied: np.ndarray) -> dict[str, 
     }
 
 
-def show(result: dict[str, Any]) -> str:
-    """One cell."""
+def cell(result: dict[str, Any]) -> str:
+    """Formats the figures of one rule on one trace as a cell of the table."""
     steps = result["steps to scale"]
     return (
         f"{result['skips']:.1f} / {result['unused bits']:.1f} / "
@@ -125,7 +139,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def run_all(traces: dict[str, Trace]) -> Runs:
-    """Every rule on every trace, all traces of a rule at once."""
+    """Runs every rule on every trace."""
     largest = np.concatenate([trace.largest for trace in traces.values()])
     of_rules = {}
     for name, rule in RULES.items():
@@ -135,14 +149,14 @@ def run_all(traces: dict[str, Trace]) -> Runs:
 
 
 def table(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
-    """Prints a line a rule, and returns the figures."""
+    """Prints a table with a line for each rule, and returns its figures."""
     results = {
         name: {kind: measure(traces[kind], *of_kind) for kind, of_kind in row.items()}
         for name, row in runs.items()
     }
     print_table(
         [
-            {"rule": name, **{kind: show(result) for kind, result in row.items()}}
+            {"rule": name, **{kind: cell(result) for kind, result in row.items()}}
             for name, row in results.items()
         ]
     )
@@ -150,7 +164,7 @@ def table(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
-    """Draws scales over steps, and the largest one that would not have overflowed."""
+    """Draws some rules' scales over steps, and the scales that would overflow."""
     figure, axes = plt.subplots(
         len(traces), 1, figsize=(9, 2 * len(traces)), layout="constrained", sharex=True
     )
@@ -176,21 +190,21 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON, and the picture."""
+    """Prints the tables, and writes them as JSON and as a picture if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--plot", type=pathlib.Path)
-    args = parser.parse_args()
+    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the picture to a file")
+    arguments = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()
     runs = run_all(traces)
     results = {"synthetic": table(traces, runs)}
     print()
     results["recorded"] = table(recorded, run_all(recorded))
-    if args.plot:
-        plot(traces, runs, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+    if arguments.plot is not None:
+        plot(traces, runs, arguments.plot)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

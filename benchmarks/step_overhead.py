@@ -1,10 +1,10 @@
-"""What loss scaling adds to an optimizer step on this machine: two tables.
+"""Measures what loss scaling adds to an optimizer step on this machine: two tables.
 
     python benchmarks/step_overhead.py [--json FILE] [--leaves 60] [--size 100000]
 
-Every way runs in one process, with parameters and state donated: in each round two
-steps of each in turn, of which the second is timed; its ratio to the bare optimizer's
-is one of those that the median is taken of.
+All ways run in one process, with parameters and state donated. In each round every way
+takes two steps, and the second one is timed and divided by the bare optimizer's time.
+The table gives the median of this ratio over all rounds.
 """
 
 import argparse
@@ -18,16 +18,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tables import print_table, versions
-from updates import OPTIMIZERS, WAYS, Way, shape_of
 
 import optax_lossscale as ols
+from _lib.tables import print_table, versions
+from _lib.updates import OPTIMIZERS, WAYS, Way, shape_of
 
 ROUNDS = 60
 
 
 class Program(NamedTuple):
-    """A compiled step, what it is run on, and what it took to get it."""
+    """A compiled step, its own parameters and state, and the time that it took to make.
+
+    Attributes:
+      step: The compiled step.
+      carry: Parameters and state; each step replaces them.
+      trace_s: Seconds to trace.
+      compile_s: Seconds to compile.
+    """
 
     step: Any
     carry: list[Any]
@@ -48,12 +55,12 @@ def make_program(way: Way, params: Any, grads: Any, repeats: int) -> Program:
         start = time.perf_counter()
         step = lowered.compile()
         compiles.append(time.perf_counter() - start)
-    # Buffers of its own, as they will be donated.
+    # Each program needs its own buffers, because its steps donate them.
     return Program(step, jax.tree.map(jnp.array, carry), min(traces), min(compiles))
 
 
 def time_of(program: Program, grads: Any) -> float:
-    """Seconds of one step, right after another of the same program."""
+    """Takes two steps, and returns the seconds of the second one."""
     for _ in range(2):
         start = time.perf_counter()
         program.carry[:] = jax.block_until_ready(program.step(*program.carry, grads))
@@ -61,7 +68,7 @@ def time_of(program: Program, grads: Any) -> float:
 
 
 def median_ratios(programs: list[Program], grads: Any) -> list[float]:
-    """Median over rounds of each program's time over the first one's."""
+    """Returns each program's time over the first one's, as the median of all rounds."""
     for _ in range(5):
         for program in programs:
             time_of(program, grads)
@@ -73,7 +80,7 @@ def median_ratios(programs: list[Program], grads: Any) -> list[float]:
 
 
 def eager_ratio(params: Any, grads: Any) -> float:
-    """Time of `update` outside `jit` over that of the bare optimizer, median."""
+    """Returns the time of `update` outside `jit`, divided by the bare optimizer's."""
     bare, scaled = optax.adamw(1e-3), ols.loss_scaled(optax.adamw(1e-3))
     states = bare.init(params), scaled.init(params)
     ratios = []
@@ -88,7 +95,7 @@ def eager_ratio(params: Any, grads: Any) -> float:
 
 
 def make_inputs(leaves: int, size: int, dtype: Any) -> tuple[Any, Any]:
-    """Parameters, and gradients scaled by `2**15` that are finite in `dtype`."""
+    """Makes parameters, and scaled gradients that are finite in `dtype`."""
     rng = np.random.default_rng(0)
     shape = shape_of(size)
     params = [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(leaves)]
@@ -99,7 +106,7 @@ def make_inputs(leaves: int, size: int, dtype: Any) -> tuple[Any, Any]:
 def compare(
     optimizer: str, dtype: Any, leaves: int, size: int, names: list[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """A row for every way: time, compile time and tracing time over the first's."""
+    """Returns a row for each way: its times divided by those of the first way."""
     params, grads = make_inputs(leaves, size, dtype)
     ways = [WAYS[name](OPTIMIZERS[optimizer]) for name in names]
     programs = [make_program(way, params, grads, repeats) for way in ways]
@@ -121,14 +128,14 @@ def compare(
 
 
 def main() -> None:
-    """Prints the two tables, and writes them as JSON."""
+    """Prints the two tables, and writes them as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--leaves", type=int, default=60)
-    parser.add_argument("--size", type=int, default=100_000)
-    parser.add_argument("--quick", action="store_true", help="the first table alone")
-    args = parser.parse_args()
-    shape = args.leaves, args.size
+    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
+    parser.add_argument("--leaves", type=int, default=60, help="number of arrays")
+    parser.add_argument("--size", type=int, default=100_000, help="entries of an array")
+    parser.add_argument("--quick", action="store_true", help="print one table only")
+    arguments = parser.parse_args()
+    shape = arguments.leaves, arguments.size
 
     print(f"{versions()}; times over the bare optimizer's\n")
     rows = compare("adamw", jnp.float16, *shape, list(WAYS), 3)
@@ -148,13 +155,13 @@ def main() -> None:
         ]
     ]
     ours = list(WAYS)[:2]
-    cases = [] if args.quick else cases
+    cases = [] if arguments.quick else cases
     matrix = [compare(*case, ours, 2)[1] for case in cases]
     if matrix:
         print_table(matrix)
-    if args.json:
+    if arguments.json is not None:
         tables = {"versions": versions(), "eager": eager, "rows": rows + matrix}
-        args.json.write_text(json.dumps(tables, indent=1))
+        arguments.json.write_text(json.dumps(tables, indent=1))
 
 
 if __name__ == "__main__":

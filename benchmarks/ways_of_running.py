@@ -1,9 +1,10 @@
-"""The same training in every way of running, beside one device: a table.
+"""Runs the same training in each of JAX's ways to use several devices: one table.
 
     python benchmarks/ways_of_running.py [--json FILE]
 
-Ten steps of Adam on one network and one global batch; at step 5 one entry of the
-batch, so one device, has a NaN. Eight CPU devices; the last rows start processes.
+Every way takes ten steps of Adam on the same network and the same global batches, on
+eight CPU devices. At `BAD_STEP` the batch has one NaN, which only one device sees. For
+the last two rows the script starts several processes.
 """
 
 import argparse
@@ -24,9 +25,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import print_table, versions
 
 import optax_lossscale as ols
+from _lib.tables import print_table, versions
 
 STEPS, BAD_STEP = 10, 5
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
@@ -34,7 +35,13 @@ Tree = Any
 
 
 class Result(NamedTuple):
-    """Final parameters; whether all devices skipped; collectives of the update."""
+    """The result of one way of running.
+
+    Attributes:
+      params: The final parameters.
+      together: Whether all devices skipped the bad step.
+      collectives: Number of collectives in the compiled update.
+    """
 
     params: dict[str, np.ndarray]
     together: bool
@@ -42,7 +49,7 @@ class Result(NamedTuple):
 
 
 def make_params() -> Tree:
-    """Two layers, `w1: f32[16, 32]` and `w2: f32[32, 8]`, and a bias."""
+    """Makes two layers, `w1: f32[16, 32]` and `w2: f32[32, 8]`, with a bias `b`."""
     keys = jax.random.split(jax.random.key(0))
     return {
         "w1": 0.3 * jax.random.normal(keys[0], (16, 32)),
@@ -52,7 +59,7 @@ def make_params() -> Tree:
 
 
 def make_batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of a step: 64 rows, one of them bad at `BAD_STEP`."""
+    """Makes the global batch of a step: 64 rows, one of which is bad at `BAD_STEP`."""
     rng = np.random.default_rng(step)
     x, y = rng.normal(size=(64, 16)), rng.normal(size=(64, 8))
     if step == BAD_STEP:
@@ -61,12 +68,12 @@ def make_batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_fn(params: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Mean squared error of the network."""
+    """Returns the mean squared error of the network."""
     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] + params["b"] - y) ** 2)
 
 
 def make_tx(axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Adam with a dynamic loss scale."""
+    """Makes Adam with a dynamic loss scale."""
     rule = ols.dynamic_loss_scale(growth_interval=4)
     return ols.loss_scaled(optax.adam(1e-2), rule, axis_name=axis_name)
 
@@ -74,7 +81,7 @@ def make_tx(axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
 def make_step(
     tx: optax.GradientTransformation, scaled_grads: Callable[..., Tree]
 ) -> Any:
-    """One training step from a function of parameters, state and batch."""
+    """Makes a training step; `scaled_grads` takes parameters, state and batch."""
 
     def step(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Any:
         updates, state = tx.update(scaled_grads(params, state, x, y), state, params)
@@ -84,7 +91,7 @@ def make_step(
 
 
 def shards(tree: Tree) -> list[np.ndarray]:
-    """The part of every array on every device of this process."""
+    """Returns the part of each array on each device of this process."""
     return [
         np.asarray(shard.data)
         for leaf in jax.tree.leaves(tree)
@@ -100,28 +107,37 @@ def train(
     put: Callable[[np.ndarray], Any] = jnp.asarray,
     fetch: Callable[[jax.Array], Any] = np.asarray,
 ) -> Result:
-    """Trains; `put` lays the batch out on the devices, `fetch` gets parameters back."""
+    """Trains, and looks at what the bad step did on each device.
+
+    Args:
+      step: Takes parameters, state and batch, and returns new parameters and state.
+      update: The optimizer's update alone, whose collectives are counted.
+      params: The initial parameters, on the devices.
+      state: The initial optimizer state, on the devices.
+      put: Puts an array of the batch on the devices.
+      fetch: Gets a parameter back from the devices.
+    """
     compiled = update.lower(params, state, params).compile().as_text()
     for index in range(STEPS):
         before = shards(params)
         params, state = step(params, state, *map(put, make_batch(index)))
         if index == BAD_STEP:
-            held = map(np.array_equal, shards(params), before)
+            unchanged = map(np.array_equal, shards(params), before)
             counts = shards(ols.find_loss_scale_state(state).total_notfinite)
-            together = all(held) and all((count == 1).all() for count in counts)
+            together = all(unchanged) and all((count == 1).all() for count in counts)
     final = {name: np.asarray(fetch(param)) for name, param in params.items()}
     return Result(final, together, len(re.findall(COLLECTIVE, compiled)))
 
 
 def one_device() -> Result:
-    """What all others are compared with."""
+    """Trains on one device; all other ways are compared with this one."""
     tx, params = make_tx(), make_params()
     step = make_step(tx, lambda p, s, x, y: ols.scaled_grad(loss_fn, s)(p, x, y))
     return train(jax.jit(step), jax.jit(tx.update), params, tx.init(params))
 
 
 def pmap() -> Result:
-    """Replicas; the user averages the gradients."""
+    """Trains replicas with `pmap`, and averages the gradients with `pmean`."""
     tx, params = make_tx("data"), make_params()
 
     def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
@@ -137,7 +153,7 @@ def pmap() -> Result:
 
 
 def shard_map(shape: tuple[int, ...], check_vma: bool) -> Result:
-    """Replicated parameters, the batch over all axes of the mesh."""
+    """Trains with `shard_map`: parameters replicated, batch split over all axes."""
     names = ("data", "model")[: len(shape)]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape))
     tx, params = make_tx(names), make_params()
@@ -146,7 +162,7 @@ def shard_map(shape: tuple[int, ...], check_vma: bool) -> Result:
         return jax.lax.pmean(loss_fn(params, x, y), names)
 
     def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
-        if check_vma:  # Gradients of replicated parameters arrive summed.
+        if check_vma:  # JAX sums the gradients of replicated parameters.
             return ols.scaled_grad(mean_loss, state)(params, x, y)
         return jax.lax.pmean(ols.scaled_grad(loss_fn, state)(params, x, y), names)
 
@@ -162,7 +178,7 @@ def shard_map(shape: tuple[int, ...], check_vma: bool) -> Result:
 
 
 def sharded_jit(specs: Tree, shape: tuple[int, ...], axis_type: AxisType) -> Result:
-    """Parameters sharded as said, moments with them, the batch over the first axis."""
+    """Trains with `jit`: parameters and moments sharded by `specs`, batch by row."""
     names = ("data", "model")[: len(shape)]
     mesh = jax.make_mesh(shape, names, (axis_type,) * len(shape))
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -171,7 +187,8 @@ def sharded_jit(specs: Tree, shape: tuple[int, ...], axis_type: AxisType) -> Res
 
     def grads(params: Tree, state: Tree, x: jax.Array, y: jax.Array) -> Tree:
         def gathered_loss(params: Tree) -> jax.Array:
-            if axis_type == AxisType.Explicit:  # There gathers are written out.
+            if axis_type == AxisType.Explicit:
+                # An explicit mesh does not gather parameters by itself.
                 params = jax.sharding.reshard(params, P())
             return loss_fn(params, x, y)
 
@@ -221,7 +238,7 @@ IN_PROCESSES = "jit, fully sharded"
 
 
 def run_processes(count: int) -> Result:
-    """One way of running on eight devices of several processes."""
+    """Runs `IN_PROCESSES` on eight devices that several processes share."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -232,7 +249,7 @@ def run_processes(count: int) -> Result:
             for index in range(count)
         ]
         if any(worker.wait() for worker in workers):
-            raise RuntimeError("a process failed")
+            raise RuntimeError("a process failed; see its messages above")
         paths = sorted(pathlib.Path(folder).glob("*.npz"))
         finals = [np.load(path, allow_pickle=True) for path in paths]
         results = [Result(**{k: v.item() for k, v in f.items()}) for f in finals]
@@ -246,7 +263,7 @@ def run_processes(count: int) -> Result:
 
 
 def work(folder: str, port: str, count: str, index: str) -> None:
-    """One of several processes."""
+    """Trains in one of several processes, and writes its result to a folder."""
     jax.config.update("jax_num_cpu_devices", 8 // int(count))
     jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
     result = WAYS[IN_PROCESSES]()
@@ -254,9 +271,9 @@ def work(folder: str, port: str, count: str, index: str) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, and writes it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
+    parser.add_argument("--json", type=pathlib.Path, help="write the table to a file")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

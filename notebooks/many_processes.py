@@ -1,16 +1,16 @@
 """Data-parallel float16 training on several processes, with checkpoints.
 
-Several processes on this machine's CPU, to try it:
+To try it, run several processes on this machine's CPU:
 
     python notebooks/many_processes.py --processes 2
 
-On a cluster, one process a host, under what `jax.distributed.initialize()` knows
-(SLURM, Open MPI, Kubernetes, Cloud TPU):
+On a cluster, run one process on each host with a launcher that
+`jax.distributed.initialize()` knows (SLURM, Open MPI, Kubernetes, Cloud TPU):
 
     srun python notebooks/many_processes.py --checkpoint /shared/run
 
-Loss scaling needs nothing for it: under sharded `jit` the check of the gradients is
-over all devices of all processes, so that a NaN which one of them sees makes all skip.
+Loss scaling needs no extra code for several processes: under sharded `jit` it checks
+the gradients of all devices together, so if one process sees a NaN, all skip the step.
 """
 
 import argparse
@@ -32,20 +32,37 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from optax_lossscale.demo import MLP, Data, load_data, make_loss_fn
 
-BATCH_SIZE = 256  # Of all processes together.
+BATCH_SIZE = 256  # Rows in one batch of all processes together.
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="folder to save to")
-    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--processes", type=int, help="processes on this machine")
-    parser.add_argument("--devices", type=int, default=2, help="of each of them")
-    parser.add_argument("--nan-step", type=int, help="when one process sees a NaN")
-    parser.add_argument("--kill-step", type=int, help="when one process dies")
-    parser.add_argument("--save-final", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--steps", type=int, default=40, help="steps to train")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, help="folder to save to and to continue from"
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=10,
+        metavar="STEPS",
+        help="steps between checkpoints",
+    )
+    parser.add_argument("--processes", type=int, help="start this many on this machine")
+    parser.add_argument(
+        "--devices", type=int, default=2, help="devices of each process"
+    )
+    parser.add_argument(
+        "--nan-step", type=int, help="give one process a NaN at this step"
+    )
+    parser.add_argument("--kill-step", type=int, help="kill one process at this step")
+    parser.add_argument(
+        "--save-final",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="save the final state here",
+    )
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -76,7 +93,7 @@ def start_processes(count: int) -> int:
 
 
 def load_batch(data: Data, step: int, sharding: NamedSharding, nan: bool) -> Data:
-    """The batch of a step, spread over all devices; each process has its own rows."""
+    """Loads this process's rows of a batch, and spreads the batch over all devices."""
     rows = np.random.default_rng(step).permutation(len(data.labels))[:BATCH_SIZE]
     share = BATCH_SIZE // jax.process_count()
     rows = rows[jax.process_index() * share :][:share]
@@ -90,7 +107,7 @@ def load_batch(data: Data, step: int, sharding: NamedSharding, nan: bool) -> Dat
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Trains, or goes on from the last checkpoint."""
+    """Trains from the start, or from the last checkpoint if there is one."""
     if BATCH_SIZE % jax.device_count():
         sys.exit(f"{BATCH_SIZE} rows do not divide among {jax.device_count()} devices")
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
@@ -111,7 +128,7 @@ def train(arguments: argparse.Namespace) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    # With `out_shardings` the state is where it stays, and nothing compiles twice.
+    # With `out_shardings` the state never moves, so JAX compiles each function once.
     params, opt_state = jax.jit(start, out_shardings=replicated)()
     update = jax.jit(update, out_shardings=replicated, donate_argnums=(0, 1))
     manager, first = None, 0
@@ -149,7 +166,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Starts the processes of this machine, or is one."""
+    """Starts processes on this machine, or trains as one of the processes."""
     arguments = parse_arguments()
     if arguments.processes is not None and arguments.process is None:
         sys.exit(start_processes(arguments.processes))
@@ -157,7 +174,7 @@ def main() -> None:
         try:
             jax.distributed.initialize()
         except ValueError as error:
-            sys.exit(f"{error} (No cluster is known here: try `--processes 2`.)")
+            sys.exit(f"{error} (JAX found no cluster: try `--processes 2`.)")
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)

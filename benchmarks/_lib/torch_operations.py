@@ -1,6 +1,8 @@
-"""The operations that `torch.autocast` lists for CUDA, and what they are in JAX.
+"""The operations that `torch.autocast` lists for CUDA, written in JAX.
 
-https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference
+`OPERATIONS` maps PyTorch's name to the dtype of its result there, the function in JAX,
+and the reason why autocast gives another dtype here (empty if it gives the same). See
+https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import optax
 from jax import lax
 from jax.scipy.ndimage import map_coordinates
 
-# A function of a float16 product `h` and a float32 array `a`, both 4 x 4.
+# Takes a float16 product `h` and a float32 array `a`, both 4 x 4.
 Function = Callable[[Any, Any], Any]
 
 ADDEND = "an addend that is not broadcast is no bias, and stays float32"
@@ -21,36 +23,42 @@ PRODUCT = "a product, as `matmul` is"
 
 
 def conv(h: Any, a: Any, axes: int, function: Any = lax.conv, **settings: Any) -> Any:
-    """A convolution over some axes."""
+    """Convolves over `axes` spatial axes, with batch and channels of size 2."""
     shape = (2, 2, *(2,) * axes)
     h, kernel = (jnp.resize(x, shape) for x in (h, a))
     return function(h, kernel, (1,) * axes, "SAME", **settings)
 
 
 def conv_transpose(h: Any, a: Any, axes: int) -> Any:
+    """Applies a transposed convolution over `axes` spatial axes."""
     letters = "DHW"[-axes:]
     numbers = (f"NC{letters}", f"IO{letters}", f"NC{letters}")
     return conv(h, a, axes, lax.conv_transpose, dimension_numbers=numbers)
 
 
 def gates(h: Any, a: Any) -> Any:
+    """Computes the gates of a recurrent cell from input and state."""
     return jax.nn.sigmoid(h @ a + a @ a + a[0])
 
 
 def normalize(h: Any, axis: int) -> Any:
+    """Shifts to mean 0 and scales to variance 1 along an axis."""
     mean = jnp.mean(h, axis, keepdims=True)
     return (h - mean) * lax.rsqrt(jnp.var(h, axis, keepdims=True) + 1e-5)
 
 
 def cosine(h: Any, a: Any) -> Any:
+    """Computes the cosine similarity of each pair of rows."""
     norms = jnp.linalg.norm(h, axis=-1) * jnp.linalg.norm(a, axis=-1)
     return jnp.sum(h * a, -1) / norms
 
 
 def hinge(x: Any) -> Any:
+    """Computes the mean hinge loss of margins."""
     return jnp.mean(jnp.maximum(0, 1 - x))
 
 
+# PyTorch lists these as run in float16.
 LOW: dict[str, tuple[Function, str]] = {
     "__matmul__": (lambda h, a: h @ a, ""),
     "addbmm": (lambda h, a: a + jnp.einsum("bi,bj->ij", h, a), ADDEND),
@@ -79,6 +87,7 @@ LOW: dict[str, tuple[Function, str]] = {
     ),
     "RNNCell": (lambda h, a: jnp.tanh(h @ a + a @ a + a[0]), ""),
 }
+# PyTorch lists these as run in float32.
 FULL: dict[str, tuple[Function, str]] = {
     "__pow__": (lambda h, a: h**2, ""),
     "__pow__, 3": (lambda h, a: h**3, ""),
@@ -133,7 +142,7 @@ FULL: dict[str, tuple[Function, str]] = {
     "tan": (lambda h, a: jnp.tan(h), ""),
     "triplet_margin_loss": (lambda h, a: hinge(jnp.linalg.norm(h - a, axis=-1)), ""),
 }
-# Of a float16 and a float32 operand, PyTorch gives float32.
+# PyTorch runs these in the widest dtype of their operands, which is float32 here.
 WIDEST: dict[str, tuple[Function, str]] = {
     "addcdiv": (lambda h, a: h + a / h, ""),
     "addcmul": (lambda h, a: h + a * h, ""),
@@ -146,7 +155,7 @@ WIDEST: dict[str, tuple[Function, str]] = {
     "scatter_add": (lambda h, a: h.at[0].add(a[0]), ""),
     "tensordot": (lambda h, a: jnp.tensordot(h, a), PRODUCT),
 }
-# On none of the lists: in the dtype of its operand, in PyTorch.
+# PyTorch does not list these, and runs them in the dtype of their operand.
 OTHERS: dict[str, tuple[Function, str]] = {
     "batch_norm": (lambda h, a: normalize(h, 0), "its sums are float32"),
     "dropout": (lambda h, a: jnp.where(a > 0, h / 0.9, 0), ""),

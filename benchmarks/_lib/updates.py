@@ -1,4 +1,4 @@
-"""One optimizer update in each of the ways that are compared, from scaled gradients."""
+"""One optimizer update from scaled gradients, in each way that is compared."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,14 +24,19 @@ OPTIMIZERS = {
 
 
 class Way(NamedTuple):
-    """`init(params)`, and `step(params, state, grads)` from scaled gradients."""
+    """A way to update: `init` makes the state, `step` updates from scaled gradients.
+
+    Attributes:
+      init: `init(params)` returns the state.
+      step: `step(params, state, grads)` returns the new parameters and state.
+    """
 
     init: Callable[[Tree], Tree]
     step: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def bare(inner: optax.GradientTransformation) -> Way:
-    """The optimizer alone, with the cast to float32."""
+    """Runs the optimizer alone, after casting the gradients to float32."""
 
     def step(params, state, grads):
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
@@ -42,7 +47,7 @@ def bare(inner: optax.GradientTransformation) -> Way:
 
 
 def loss_scaled(inner: optax.GradientTransformation) -> Way:
-    """Ours."""
+    """Wraps the optimizer with `optax_lossscale.loss_scaled`."""
     tx = ols.loss_scaled(inner)
 
     def step(params, state, grads):
@@ -53,18 +58,19 @@ def loss_scaled(inner: optax.GradientTransformation) -> Way:
 
 
 @jax.custom_vjp
-def _with_grads(params, grads):
+def _loss_with_grads(params, grads):
+    """A loss whose gradient is `grads`; `DynamicScale` only takes a loss function."""
     return jnp.float32(0)
 
 
-_with_grads.defvjp(
+_loss_with_grads.defvjp(
     lambda params, grads: (jnp.float32(0), grads),
     lambda grads, _: (grads, jax.tree.map(jnp.zeros_like, grads)),
 )
 
 
 def flax_dynamic_scale(inner: optax.GradientTransformation) -> Way:
-    """Flax's `DynamicScale`, and the selects that its documentation asks for."""
+    """Uses Flax's `DynamicScale`, with the selects that its documentation asks for."""
 
     def init(params):
         return DynamicScale(), inner.init(params)
@@ -72,7 +78,7 @@ def flax_dynamic_scale(inner: optax.GradientTransformation) -> Way:
     def step(params, state, grads):
         scale, old = state
         halves = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
-        grad_fn = scale.value_and_grad(_with_grads)
+        grad_fn = scale.value_and_grad(_loss_with_grads)
         scale, finite, _, grads = grad_fn(halves, grads)
         updates, new = inner.update(grads, old, params)
         updated = optax.apply_updates(params, updates)
@@ -85,7 +91,7 @@ def flax_dynamic_scale(inner: optax.GradientTransformation) -> Way:
 
 
 def apply_if_finite(inner: optax.GradientTransformation) -> Way:
-    """`optax.apply_if_finite`, and a scale that is multiplied out before."""
+    """Divides the gradients by the scale, then uses `optax.apply_if_finite`."""
     tx = optax.apply_if_finite(inner, max_consecutive_errors=2**30)
 
     def init(params):
@@ -102,7 +108,7 @@ def apply_if_finite(inner: optax.GradientTransformation) -> Way:
 
 
 def by_hand(inner: optax.GradientTransformation) -> Way:
-    """What one writes: a check a leaf, and `where` on parameters and state."""
+    """Checks every leaf, and selects parameters and state, as one writes it by hand."""
 
     def init(params):
         return jnp.float32(2.0**15), jnp.int32(0), inner.init(params)
@@ -134,5 +140,8 @@ WAYS = {
 
 
 def shape_of(size: int) -> tuple[int, ...]:
-    """A matrix, as Muon and Adafactor want, if the size allows one."""
+    """Returns the shape of a leaf of `size` entries.
+
+    If 10,000 divides the size it is a matrix, which Muon and Adafactor treat specially.
+    """
     return (size // 100, 100) if size % 10000 == 0 else (size,)

@@ -1,4 +1,8 @@
-"""Models that were written for float32, in Flax, Equinox and plain JAX."""
+"""Models that were written for float32, in Flax, Equinox and plain JAX.
+
+Each entry of `MODELS` makes a `Case`. Arrays are made only inside functions, so
+importing this file does not start JAX.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,21 +15,52 @@ import optax
 from flax import nnx
 from jax import lax
 
+# A loss function, its parameters, and the other arguments of one batch.
 Case = tuple[Callable[..., jax.Array], Any, tuple[jax.Array, ...]]
-KEYS = jax.random.split(jax.random.key(0), 8)
-IMAGES = jax.random.normal(KEYS[0], (8, 16, 16, 3))
-FEATURES = jax.random.normal(KEYS[1], (4, 32, 64))
-TOKENS = jax.random.randint(KEYS[2], (4, 32), 0, 50)
-LABELS = jax.random.randint(KEYS[3], (8,), 0, 10)
+
+
+def random_key(index: int) -> jax.Array:
+    """Returns one of eight keys, the same ones in every run."""
+    return jax.random.split(jax.random.key(0), 8)[index]
+
+
+def make_images() -> jax.Array:
+    """Returns a batch of 8 random images."""
+    return jax.random.normal(random_key(0), (8, 16, 16, 3))
+
+
+def make_features() -> jax.Array:
+    """Returns a batch of 4 random sequences of 32 vectors."""
+    return jax.random.normal(random_key(1), (4, 32, 64))
+
+
+def make_tokens() -> jax.Array:
+    """Returns a batch of 4 random sequences of 32 tokens."""
+    return jax.random.randint(random_key(2), (4, 32), 0, 50)
+
+
+def make_labels() -> jax.Array:
+    """Returns the labels of 8 images, from 10 classes."""
+    return jax.random.randint(random_key(3), (8,), 0, 10)
+
+
+def make_classification() -> tuple[jax.Array, jax.Array]:
+    """Returns a batch of images and their labels."""
+    return make_images(), make_labels()
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns the mean cross-entropy of the labels."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def of_linen(model: nn.Module, batch: tuple[jax.Array, ...]) -> Case:
-    """A classifier, or whatever gives features, of linen."""
-    variables = model.init(KEYS[4], batch[0])
+def linen_case(model: nn.Module, batch: tuple[jax.Array, ...]) -> Case:
+    """Makes the case of a Flax model.
+
+    The loss is the cross-entropy if the batch has labels, and otherwise the squared
+    distance of the outputs from 1.
+    """
+    variables = model.init(random_key(4), batch[0])
 
     def loss_fn(variables: Any, x: jax.Array, labels: jax.Array | None) -> jax.Array:
         out = model.apply(variables, x)
@@ -66,15 +101,16 @@ class ResNetBlock(nn.Module):
 
 
 def resnet_block() -> Case:
-    model = ResNetBlock()
-    variables = model.init(KEYS[4], IMAGES)
+    model, images = ResNetBlock(), make_images()
+    variables = model.init(random_key(4), images)
 
     def loss_fn(params, stats, x, labels):
         state = {"params": params, "batch_stats": stats}
         logits, _ = model.apply(state, x, mutable=["batch_stats"])
         return cross_entropy(logits, labels)
 
-    return loss_fn, variables["params"], (variables["batch_stats"], IMAGES, LABELS)
+    batch = (variables["batch_stats"], images, make_labels())
+    return loss_fn, variables["params"], batch
 
 
 class ConvNeXtBlock(nn.Module):
@@ -89,7 +125,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Pre-norm transformer; `width` of the residual stream, `depth` blocks."""
+    """Pre-norm transformer of `depth` blocks with a residual stream of `width`."""
 
     width: int = 64
     depth: int = 2
@@ -119,13 +155,13 @@ class Decoder(nn.Module):
 
 
 def decoder() -> Case:
-    model = Decoder()
+    model, tokens = Decoder(), make_tokens()
 
     def loss_fn(params, tokens):
         logits = model.apply(params, tokens)
         return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
-    return loss_fn, model.init(KEYS[4], TOKENS), (TOKENS,)
+    return loss_fn, model.init(random_key(4), tokens), (tokens,)
 
 
 class ViT(nnx.Module):
@@ -152,7 +188,7 @@ def vit() -> Case:
     def loss_fn(params, x, labels):
         return cross_entropy(nnx.merge(graph, params)(x), labels)
 
-    return loss_fn, params, (IMAGES, LABELS)
+    return loss_fn, params, make_classification()
 
 
 class LSTM(nn.Module):
@@ -162,13 +198,13 @@ class LSTM(nn.Module):
 
 
 def gru() -> Case:
-    """Plain JAX, by `lax.scan`."""
+    """Makes the case of a gated recurrent unit in plain JAX, run by `lax.scan`."""
     params = {
-        name: 0.2 * jax.random.normal(key, shape)
-        for name, key, shape in [
-            ("input", KEYS[4], (64, 96)),
-            ("hidden", KEYS[5], (32, 96)),
-            ("bias", KEYS[6], (96,)),
+        name: 0.2 * jax.random.normal(random_key(index), shape)
+        for name, index, shape in [
+            ("input", 4, (64, 96)),
+            ("hidden", 5, (32, 96)),
+            ("bias", 6, (96,)),
         ]
     }
 
@@ -185,13 +221,13 @@ def gru() -> Case:
         _, out = lax.scan(cell, jnp.zeros((len(x), 32)), x.swapaxes(0, 1))
         return jnp.mean((out - 1) ** 2)
 
-    return loss_fn, params, (FEATURES,)
+    return loss_fn, params, (make_features(),)
 
 
 def remat_stack() -> Case:
-    """A scan over layers, each rematerialized but for its products."""
+    """Makes the case of a scan over checkpointed layers that save only products."""
     params = {
-        "w": 0.1 * jax.random.normal(KEYS[4], (4, 64, 64)),
+        "w": 0.1 * jax.random.normal(random_key(4), (4, 64, 64)),
         "b": jnp.zeros((4, 64)),
     }
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -203,33 +239,31 @@ def remat_stack() -> Case:
         x, _ = lax.scan(jax.checkpoint(layer, policy=policy), x, params)
         return jnp.mean((x - 1) ** 2)
 
-    return loss_fn, params, (FEATURES,)
+    return loss_fn, params, (make_features(),)
 
 
 def mixture_of_experts() -> Case:
-    """Each token through the two experts of four that its router likes best."""
+    """Makes the case of a layer that routes each token to two of four experts."""
     params = {
-        "router": 0.3 * jax.random.normal(KEYS[4], (64, 4)),
-        "up": 0.1 * jax.random.normal(KEYS[5], (4, 64, 128)),
-        "down": 0.1 * jax.random.normal(KEYS[6], (4, 128, 64)),
+        "router": 0.3 * jax.random.normal(random_key(4), (64, 4)),
+        "up": 0.1 * jax.random.normal(random_key(5), (4, 64, 128)),
+        "down": 0.1 * jax.random.normal(random_key(6), (4, 128, 64)),
     }
 
     def loss_fn(params, x):
-        # The choice itself must not depend on the last bit.
-        router = jax.jit(lambda x: x @ params["router"])
-        values, experts = lax.top_k(jax.nn.softmax(router(x)), 2)
+        values, experts = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
         chosen = jax.nn.one_hot(experts, 4)
         gates = jnp.einsum("btk,btke->bte", values, chosen)
         hidden = jax.nn.gelu(jnp.einsum("btd,edh->bteh", x, params["up"]))
         out = jnp.einsum("bteh,ehd,bte->btd", hidden, params["down"], gates)
         return jnp.mean((x + out - 1) ** 2)
 
-    return loss_fn, params, (FEATURES,)
+    return loss_fn, params, (make_features(),)
 
 
 @jax.custom_vjp
 def fused_layer(x: jax.Array, w: jax.Array) -> jax.Array:
-    """relu(x @ w) that saves only the sign of its result."""
+    """Computes relu(x @ w), and saves only the result's sign for the derivative."""
     return jax.nn.relu(x @ w)
 
 
@@ -248,18 +282,20 @@ fused_layer.defvjp(fused_forward, fused_backward)
 
 
 def custom_vjp() -> Case:
-    params = [0.15 * jax.random.normal(key, (64, 64)) for key in KEYS[4:7]]
+    params = [
+        0.15 * jax.random.normal(random_key(index), (64, 64)) for index in (4, 5, 6)
+    ]
 
     def loss_fn(params, x):
         for w in params:
             x = fused_layer(x, w)
         return jnp.mean((x - 1) ** 2)
 
-    return loss_fn, params, (FEATURES,)
+    return loss_fn, params, (make_features(),)
 
 
 class UNet(eqx.Module):
-    """Down, up, and across, for one image, channels first."""
+    """A U-Net of one level, for one image with channels first."""
 
     down: eqx.nn.Conv2d
     middle: eqx.nn.Conv2d
@@ -282,37 +318,39 @@ class UNet(eqx.Module):
 
 
 def u_net() -> Case:
-    model, static = eqx.partition(UNet(KEYS[4]), eqx.is_array)
+    model, static = eqx.partition(UNet(random_key(4)), eqx.is_array)
 
     def loss_fn(model, x):
         out = jax.vmap(eqx.combine(model, static))(x.transpose(0, 3, 1, 2))
         return jnp.mean((out - 1) ** 2)
 
-    return loss_fn, model, (IMAGES,)
+    return loss_fn, model, (make_images(),)
 
 
 def equinox_mlp() -> Case:
     model, static = eqx.partition(
-        eqx.nn.MLP(64, 10, 128, 2, jax.nn.gelu, key=KEYS[4]), eqx.is_array
+        eqx.nn.MLP(64, 10, 128, 2, jax.nn.gelu, key=random_key(4)), eqx.is_array
     )
 
     def loss_fn(model, x):
         out = jax.vmap(jax.vmap(eqx.combine(model, static)))(x)
         return jnp.mean((out - 1) ** 2)
 
-    return loss_fn, model, (FEATURES,)
+    return loss_fn, model, (make_features(),)
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    "MLP (linen)": lambda: of_linen(MLP(), (IMAGES, LABELS)),
+    "MLP (linen)": lambda: linen_case(MLP(), make_classification()),
     "MLP (Equinox)": equinox_mlp,
-    "LeNet-5 (linen)": lambda: of_linen(LeNet5(), (IMAGES, LABELS)),
+    "LeNet-5 (linen)": lambda: linen_case(LeNet5(), make_classification()),
     "ResNet block, BatchNorm (linen)": resnet_block,
-    "ConvNeXt block (linen)": lambda: of_linen(ConvNeXtBlock(), (IMAGES, LABELS)),
-    "transformer encoder (linen)": lambda: of_linen(Encoder(), (FEATURES,)),
+    "ConvNeXt block (linen)": lambda: linen_case(
+        ConvNeXtBlock(), make_classification()
+    ),
+    "transformer encoder (linen)": lambda: linen_case(Encoder(), (make_features(),)),
     "causal decoder (linen)": decoder,
     "ViT (nnx)": vit,
-    "LSTM by scan (linen)": lambda: of_linen(LSTM(), (FEATURES,)),
+    "LSTM by scan (linen)": lambda: linen_case(LSTM(), (make_features(),)),
     "GRU by scan (plain)": gru,
     "remat'd stack by scan (plain)": remat_stack,
     "mixture of experts, top_k (plain)": mixture_of_experts,

@@ -1,0 +1,29 @@
+"""Prints the benchmarks' tables, and the versions that they were obtained with."""
+
+from typing import Any
+
+import jax
+import optax
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Prints rows as one aligned Markdown table, with the first row's keys on top."""
+    table = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    first_width, *other_widths = widths
+    rule = [f":{'-' * (first_width - 1)}"]
+    rule += [f"{'-' * (width - 1)}:" for width in other_widths]
+    for first, *others in [table[0], rule, *table[1:]]:
+        cells = [
+            cell.rjust(width) for cell, width in zip(others, other_widths, strict=True)
+        ]
+        print("| " + " | ".join([first.ljust(first_width), *cells]) + " |")
+
+
+def versions() -> str:
+    """Names the versions of JAX and Optax, and the devices that JAX uses."""
+    device = jax.devices()[0]
+    return (
+        f"JAX {jax.__version__}, Optax {optax.__version__}, "
+        f"{jax.device_count()} {device.device_kind.upper()}"
+    )
