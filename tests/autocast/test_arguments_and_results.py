@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.compat import IS_JAX_0_7, enable_x64
-from helpers.under_autocast import W, X, assert_autocast, assert_close, dot_loss
 from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
+from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.under_autocast import W, X, assert_autocast, assert_close, dot_loss
 
 
 def test_other_dtypes_pass_through():

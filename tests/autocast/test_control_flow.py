@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from helpers.programs import dtypes_of, equations_of
-from helpers.under_autocast import HALF, W, X, assert_autocast, assert_close, with_scan
 
 import optax_lossscale as ols
+from helpers.programs import dtypes_of, equations_of
+from helpers.under_autocast import HALF, W, X, assert_autocast, assert_close, with_scan
 
 
 def test_a_while_loop_runs_and_keeps_its_dtypes():

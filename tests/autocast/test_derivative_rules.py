@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import optax_lossscale as ols
 from helpers.programs import dtypes_of
 from helpers.under_autocast import (
     HALF,
@@ -15,8 +17,6 @@ from helpers.under_autocast import (
     own_layer,
     relative_error,
 )
-
-import optax_lossscale as ols
 
 
 def test_the_gradient_of_relu_at_zero_is_zero():

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import optax_lossscale as ols
 from helpers.compat import enable_x64
 from helpers.programs import dtypes_of
 from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_loss
-
-import optax_lossscale as ols
 
 
 def test_each_operation_computes_in_the_dtype_of_its_list(capsys):

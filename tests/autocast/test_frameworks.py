@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.programs import dtypes_of
-from helpers.under_autocast import HALF, W, X, assert_close, dot_loss
 
 import optax_lossscale as ols
+from helpers.programs import dtypes_of
+from helpers.under_autocast import HALF, W, X, assert_close, dot_loss
 
 
 def test_changes_that_a_call_makes_to_an_nnx_module_are_kept():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers.programs import dtypes_of, equations_of
-from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_loss
 
 import optax_lossscale as ols
+from helpers.programs import dtypes_of, equations_of
+from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_loss
 
 
 def test_level_o0_is_the_function_itself():

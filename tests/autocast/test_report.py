@@ -4,14 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
+import optax_lossscale as ols
 from helpers.under_autocast import (
     W,
     X,
     dot_loss,
     with_scan,
 )
-
-import optax_lossscale as ols
 
 
 def test_the_report_accepts_abstract_arguments_and_jitted_functions(capsys):

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import pytest
-from helpers.under_autocast import X, dot_loss
 
 import optax_lossscale as ols
+from helpers.under_autocast import X, dot_loss
 
 
 @pytest.mark.parametrize(

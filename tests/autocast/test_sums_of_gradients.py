@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.programs import equations_of
-from helpers.under_autocast import W, X, assert_close, dot_loss, relative_error
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.programs import equations_of
+from helpers.under_autocast import W, X, assert_close, dot_loss, relative_error
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

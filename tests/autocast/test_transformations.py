@@ -5,6 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.programs import dtypes_of
 from helpers.under_autocast import (
@@ -16,9 +19,6 @@ from helpers.under_autocast import (
     dot_loss,
     own_layer,
 )
-from jax.sharding import PartitionSpec as P
-
-import optax_lossscale as ols
 
 
 def with_jit(w, x):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from helpers.compat import IS_JAX_0_7
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import re
 import nbclient
 import nbformat
 import pytest
-from helpers.compat import IS_JAX_0_7
 
 import optax_lossscale as ols
+from helpers.compat import IS_JAX_0_7
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 

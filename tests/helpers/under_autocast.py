@@ -4,9 +4,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers.programs import dtypes_of
 
 import optax_lossscale as ols
+from helpers.programs import dtypes_of
 
 HALF = ("float16", "float16")
 RNG = np.random.default_rng(0)

@@ -11,12 +11,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers.compare import assert_same_bits, types
-from helpers.inner import adam, lenient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits, types
+from helpers.inner import adam, lenient
 
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 16).reshape(8, 2),

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.compiled import collectives_of
 from helpers.inner import adam, lenient
 from helpers.programs import equations_of
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-import optax_lossscale as ols
 
 pytestmark = pytest.mark.skipif(
     jax.device_count() < 8, reason="needs eight devices, as on CPU"

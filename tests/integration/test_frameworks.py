@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers.compare import assert_same_bits
-from helpers.inner import adam, lenient
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.inner import adam, lenient
 
 SCALE = 2.0**10
 RULE = ols.dynamic_loss_scale(SCALE)

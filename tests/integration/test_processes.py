@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from helpers.compat import IS_JAX_0_7
 
 pytestmark = pytest.mark.slow

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.compat import set_mesh
-from helpers.compiled import collectives_of
-from helpers.inner import adam
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compat import set_mesh
+from helpers.compiled import collectives_of
+from helpers.inner import adam
 
 pytest.importorskip("libtpu", reason="extra tpu-aot is not installed")
 pytestmark = pytest.mark.tpu_aot

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.compare import assert_same_bits, types
-from helpers.inner import lenient
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits, types
+from helpers.inner import lenient
 
 PARAMS = {"w": np.float32([[1.0, -2.0], [3.0, 0.5]]), "b": np.float32([0.25, -1.0])}
 RATE = 0.1
@@ -115,13 +115,18 @@ AVERAGES = [
     {"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": 2},
 ]
 WINDOWS = [{}, {"gradient_accumulation_steps": 3}]
+# The slow command runs three together, the fast one fewer, and all four.
 TOGETHER = [
-    {key: value for option in options for key, value in option.items()}
+    pytest.param(
+        {key: value for option in options for key, value in option.items()},
+        id="-".join(key for option in options for key in option),
+        marks=[pytest.mark.slow] if sum(map(bool, options)) == 3 else [],
+    )
     for options in itertools.product(CLIPS, DECAYS, AVERAGES, WINDOWS)
 ]
 
 
-@pytest.mark.parametrize("options", TOGETHER, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", TOGETHER)
 def test_every_combination_of_options_works_as_in_keras(options):
     all_grads = random_grads(14, bad=(1, 4, 5, 9))
     oracle = Oracle(PARAMS, options)

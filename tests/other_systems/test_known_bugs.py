@@ -15,13 +15,13 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64
-from helpers.inner import adam, lenient
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64
+from helpers.inner import adam, lenient
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0, 3.0])}
 GRADS = {"w": jnp.asarray([0.5, 0.25, -1.0])}

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from helpers.compare import assert_same_bits
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.history import states_after
-from helpers.inner import lenient
 
 import optax_lossscale as ols
+from helpers.history import states_after
+from helpers.inner import lenient
 
 DATA = pathlib.Path(__file__).parent / "data"
 PRESETS = {

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.compare import assert_same_bits
-from helpers.history import states_after
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.history import states_after
 from optax_lossscale import presets
 
 STATE_DICT = {

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import enable_x64
 from helpers.history import scales_after
 from helpers.inner import adam
-
-import optax_lossscale as ols
 
 INF = math.inf
 RULES = {

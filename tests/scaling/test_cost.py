@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers.compat import IS_JAX_0_7
-from helpers.inner import lenient
 
 import optax_lossscale as ols
+from helpers.compat import IS_JAX_0_7
+from helpers.inner import lenient
 
 pytestmark = pytest.mark.skipif(
     IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not"

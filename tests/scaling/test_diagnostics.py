@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64, set_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64, set_mesh
 from optax_lossscale import diagnostics
 from optax_lossscale._bits import split, split_number
 

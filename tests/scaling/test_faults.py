@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam
 from tools.faults import OPTIMIZERS, RULES, check, run
-
-import optax_lossscale as ols
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64, set_mesh
-from helpers.strategies import nonfinite
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64, set_mesh
+from helpers.strategies import nonfinite
 from optax_lossscale import _finite
 
 

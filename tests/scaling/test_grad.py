@@ -6,10 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.compare import assert_same_bits
-from helpers.inner import adam
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
 
 STATE = ols.static_loss_scale(2.0**10).init()
 X = jnp.asarray([1.0, -2.0])

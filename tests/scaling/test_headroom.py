@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import oracle, strategies
-from helpers.compare import assert_same_bits
-from helpers.compat import set_mesh
-from helpers.history import scales_after, states_after
-from helpers.inner import adam
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers import oracle, strategies
+from helpers.compare import assert_same_bits
+from helpers.compat import set_mesh
+from helpers.history import scales_after, states_after
+from helpers.inner import adam
 
 INF = math.inf
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import oracle, strategies
-from helpers.compare import assert_same_bits, assert_within_ulp, types
-from helpers.history import states_after
-from helpers.inner import adam, lenient
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
+from helpers import oracle, strategies
+from helpers.compare import assert_same_bits, assert_within_ulp, types
+from helpers.history import states_after
+from helpers.inner import adam, lenient
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.compare import assert_same_bits, types
-from helpers.compat import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from helpers.compare import assert_same_bits, types
+from helpers.compat import set_mesh
 from optax_lossscale import _masking
 from optax_lossscale._jaxprs import evaluate
 from optax_lossscale._masking import (

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.inner import adam, lenient
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.inner import adam, lenient
 
 RNG = np.random.default_rng(0)
 HALVES = [jnp.float16, jnp.bfloat16]

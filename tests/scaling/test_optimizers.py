@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers.compare import assert_same_bits, assert_within_ulp, types
-from helpers.inner import lenient
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits, assert_within_ulp, types
+from helpers.inner import lenient
 
 # Optax warns of optimizers that it will remove; until then they are tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")

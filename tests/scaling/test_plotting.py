@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import pytest
-from helpers.history import states_after
 
 import optax_lossscale as ols
+from helpers.history import states_after
 from optax_lossscale import diagnostics, plotting
 
 matplotlib.use("agg")

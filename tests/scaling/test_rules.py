@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.compare import assert_same_bits
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
 from optax_lossscale._checks import check_number
 
 

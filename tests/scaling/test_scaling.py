@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.compat import enable_x64
 
 import optax_lossscale as ols
+from helpers.compat import enable_x64
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]

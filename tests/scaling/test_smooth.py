@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import oracle, strategies
-from helpers.compare import assert_same_bits
-from helpers.history import states_after
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
+from helpers import oracle, strategies
+from helpers.compare import assert_same_bits
+from helpers.history import states_after
 
 
 @given(

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import enable_x64
 from helpers.inner import adam
-
-import optax_lossscale as ols
 
 PARAMS = {"loss_scale": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.compat import enable_x64
-from helpers.inner import adam
 
 import optax_lossscale as ols
+from helpers.compat import enable_x64
+from helpers.inner import adam
 
 RULE = ols.dynamic_loss_scale(1024.0)
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits, assert_within_ulp, types
 from helpers.compat import enable_x64
 from helpers.inner import adam, lenient
-
-import optax_lossscale as ols
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
 GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)

@@ -1,0 +1,1 @@
+"""Modules that the tests of every folder import."""
