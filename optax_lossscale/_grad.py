@@ -68,7 +68,7 @@ def scaled_value_and_grad(
         if not has_aux:
             return scale(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
-            return result  # JAX raises its own error for a result that is no pair.
+            return result  # Not a pair, for which JAX raises its own error.
         return scale(result[0], state), tuple(result)
 
     value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)

@@ -80,7 +80,8 @@ def headroom_loss_scale(
     remembered, the scale stays as it is for `recent` steps and then doubles on every
     step, because the gradients may be zero only because the scale is too low. A step
     that is skipped although `grads_max` is finite is remembered with that magnitude and
-    is no overflow. (`update(..., grads_finite=False)` passes infinity, which is one.)
+    does not count as an overflow; `update(..., grads_finite=False)`, which passes
+    infinity, does.
 
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may

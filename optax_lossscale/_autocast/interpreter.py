@@ -48,7 +48,7 @@ def run(
       inputs: A value for each of its inputs.
       policy: The policy for its operations.
       rounded: For each output, whether it is rounded to the low dtype where it is made,
-        so that whatever else reads it reads the rounded value. Empty means none is.
+        so that whatever else reads it reads the rounded value. Empty rounds nothing.
 
     Returns:
       A value for each of its outputs, perhaps narrower than declared.
