@@ -96,7 +96,7 @@ def remat(call: Call) -> list[Value]:
 
 
 def inline(call: Call) -> list[Value]:
-    """A program without parameters of its own, evaluated in place."""
+    """A `closed_call` or `eval_jaxpr`, whose program is evaluated in place."""
     closed = call.params["call_jaxpr"]
     return call.run(closed, call.operands, call.policy, call.rounded)
 
@@ -105,38 +105,33 @@ def scan(call: Call) -> list[Value]:
     """A `lax.scan`, or a `fori_loop` with a fixed number of steps."""
     params, closed = call.params, call.params["jaxpr"]
     first, size = scan_sizes(params)
-    constants, carried = call.operands[:first], call.operands[first : first + size]
+    variables, carry_variables = closed.jaxpr.invars, closed.jaxpr.outvars[:size]
+    # Carries keep their declared dtypes, so only the other outputs are rounded.
     rounded = [*[False] * size, *call.rounded[size:]]
-    inside = call.read_by_products(closed.jaxpr, call.policy, rounded)
-    # Constants are not cast before the loop but at each step, so that their gradients
-    # are summed over the steps in float32.
-    constants = [_loop_constant(x) for x in constants]
-    halves = [v.aval.dtype in HALVES for v in closed.jaxpr.invars[:first]]
-    places = slice(first + size, None)
-    given = [
-        Value(cast(x.array, call.policy.dtype), x.origin)
-        if v in inside and is_float32(v)
-        else x
-        for x, v in zip(call.operands[places], closed.jaxpr.invars[places], strict=True)
-    ]
-    variables = closed.jaxpr.outvars[:size]
+    by_products = call.read_by_products(closed.jaxpr, call.policy, rounded)
 
-    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        read = [
-            Value(cast(x.array, v.aval.dtype), x.origin) if is_half else x
-            for x, v, is_half in zip(
-                constants, closed.jaxpr.invars[:first], halves, strict=True
-            )
-        ]
-        inputs = [*read, *computed(carry), *values_like(given, xs)]
+    constants = [_loop_constant(x) for x in call.operands[:first]]
+    carry = [operand.array for operand in call.operands[first : first + size]]
+    xs = [
+        Value(cast(operand.array, call.policy.dtype), operand.origin)
+        if variable in by_products and is_float32(variable)
+        else operand
+        for operand, variable in zip(
+            call.operands[first + size :], variables[first + size :], strict=True
+        )
+    ]
+
+    def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+        constants_now = map(_declared_half, constants, variables[:first])
+        inputs = [*constants_now, *computed(carry), *values_like(xs, arrays)]
         outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
-        return declared(variables, outputs[:size]), outputs[size:]
+        return declared(carry_variables, outputs[:size]), outputs[size:]
 
     with context_of(call.equation):
         carry, ys = lax.scan(
             body,
-            declared(variables, [x.array for x in carried]),
-            [x.array for x in given],
+            declared(carry_variables, carry),
+            [x.array for x in xs],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
@@ -145,10 +140,23 @@ def scan(call: Call) -> list[Value]:
 
 
 def _loop_constant(value: Value) -> Value:
-    """Widens a half-precision value that a loop reads at each step."""
+    """Widens a half-precision value that a loop reads at each step.
+
+    It is cast back at each step, so that its gradient is summed in float32.
+    """
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
     return Value(cast(value.array, jnp.float32), Origin.LOOP_CONSTANT)
+
+
+def _declared_half(value: Value, variable: Any) -> Value:
+    """Casts a loop constant that is declared in half precision back to its dtype."""
+    is_half = variable.aval.dtype in HALVES
+    return (
+        Value(cast(value.array, variable.aval.dtype), value.origin)
+        if is_half
+        else value
+    )
 
 
 def while_loop(call: Call) -> list[Value]:
