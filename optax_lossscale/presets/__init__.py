@@ -1,9 +1,9 @@
 """The rules of other systems, under the names and defaults that they have there.
 
-Each function returns a `LossScale`, which you pass to `loss_scaled` or call by hand.
-Its scale follows the original system step by step: exactly if the factors are powers
-of two, and otherwise to within 1 ulp for each change. Every rule departs from its
-system in three ways, which the docstrings of the functions do not repeat:
+A function with the name of a system returns a `LossScale`, which you pass to
+`loss_scaled` or call by hand. Its scale follows the system step by step: exactly if the
+factors are powers of two, and otherwise to within 1 ulp for each change. Every rule
+departs from its system in three ways, which the functions' docstrings do not repeat:
 
 * The scale stays within `[2**-126, 2**126]`, so neither the scale nor its reciprocal
   is ever zero, subnormal or infinite. Backoff stops at `2**-126`, and growth beyond

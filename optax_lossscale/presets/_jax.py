@@ -24,20 +24,20 @@ def flax(
                     else: c = c + 1
         nonfinite:  s = max(s * backoff_factor, minimum_scale);  c = 0
 
-    Flax compares the count before it increases the count. So the scale grows on finite
-    step `growth_interval + 1`, one step later than in PyTorch and most other systems.
+    The count is compared before it is increased. So the scale grows on finite step
+    `growth_interval + 1`, one step later than in PyTorch and most other systems.
 
-    Departures: Flax averages the gradients over its `axis_name`, while `axis_name` of
-    `loss_scaled` shares only the verdict. Here a scale whose count was saved under a
-    longer interval still grows.
+    Departures: Flax averages the gradients over the axis of its `axis_name`; with the
+    `axis_name` of `loss_scaled`, devices share only whether the step is finite. A scale
+    whose count was saved under a longer interval still grows here.
 
     Args:
       scale: First scale, from `2**-126` to `2**126`.
       growth_factor: Above 1.
       backoff_factor: Strictly between 0 and 1.
       growth_interval: Finite steps in a row before the step that grows, at least 1.
-      minimum_scale: Floor of the scale, at least `2**-126`, which is also the default.
-        None means `2**-126` too.
+      minimum_scale: Floor of the scale, at least `2**-126`. None means `2**-126`, which
+        is also the default.
 
     Returns:
       A `LossScale`.
@@ -90,7 +90,7 @@ def jmp(
     Args:
       loss_scale: First scale, from `2**-126` to `2**126`.
       period: Finite steps in a row until the scale grows, at least 1.
-      factor: Growth multiplies the scale by it, and backoff divides by it. Above 1.
+      factor: Growth multiplies the scale by it, and backoff divides by it; above 1.
       min_loss_scale: Floor of the scale, at least `2**-126`. 0 means `2**-126`.
 
     Returns:
@@ -107,9 +107,8 @@ def jmp(
       Array(32., dtype=float32)
 
     References:
-      jmp 0.0.4, `jmp/_src/loss_scale.py`. Its other two rules are here
-      `static_loss_scale` (`jmp.StaticLossScale`) and `no_loss_scale`
-      (`jmp.NoOpLossScale`).
+      jmp 0.0.4, `jmp/_src/loss_scale.py`. In this package `jmp.StaticLossScale` is
+      `static_loss_scale`, and `jmp.NoOpLossScale` is `no_loss_scale`.
     """
     factor = check_factor("factor", factor, 1.0, np.inf)
     return uncapped(

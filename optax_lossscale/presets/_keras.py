@@ -39,8 +39,8 @@ def keras(
       Array(16., dtype=float32)
 
     References:
-      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`. The function
-      `loss_scale_optimizer` offers that class's whole signature for Optax optimizers.
+      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`. For the whole
+      signature, over any Optax optimizer, see `optax_lossscale.loss_scale_optimizer`.
     """
     return uncapped(
         check_scale("initial_scale", initial_scale),
@@ -78,8 +78,8 @@ def tf_keras(
       A `LossScale`. With `dynamic=False` it does not skip nonfinite steps.
 
     Raises:
-      ValueError: If a setting is outside its range. With `dynamic=False`: if
-        `initial_scale` is missing, or `dynamic_growth_steps` is given.
+      ValueError: If a setting is outside its range. With `dynamic=False`, also if
+        `initial_scale` is missing or `dynamic_growth_steps` is given.
       TypeError: If a setting is of the wrong kind.
 
     Example:

@@ -71,8 +71,7 @@ def mindspore_dynamic(
 
     Args:
       init_loss_scale: First scale, from `2**-126` to `2**126`.
-      scale_factor: Growth multiplies the scale by it, and backoff divides by it. Above
-        1.
+      scale_factor: Growth multiplies by it, and backoff divides by it; above 1.
       scale_window: Finite steps in a row until the scale grows, at least 1.
 
     Returns:

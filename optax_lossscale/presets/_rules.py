@@ -21,8 +21,8 @@ class DeepSpeedRuleState(NamedTuple):
     """The counts that DeepSpeed's rule carries beside the scale.
 
     Attributes:
-      growth_count: `i32[]`, steps. Finite steps since the last growth, or one less than
-        the finite steps since the start or the last nonfinite step.
+      growth_count: `i32[]`, steps. Finite steps since the last growth. After the start
+        or a nonfinite step it counts from -1.
       hysteresis_count: `i32[]`, steps. As in `DynamicRuleState`.
     """
 
@@ -50,7 +50,7 @@ class FairseqRuleState(NamedTuple):
 
 
 def check_floor(name: str, value: float | None) -> float:
-    """Returns the floor of a scale; None and 0, which mean no floor, give `2**-126`."""
+    """Returns a floor. None and 0 mean no floor, for which it returns `2**-126`."""
     if value is None or (not isinstance(value, bool) and value == 0):
         return SMALLEST_SCALE
     return check_scale(name, value)
@@ -66,11 +66,11 @@ def uncapped(
     hysteresis: int = 1,
     refill_on_finite: bool = True,
 ) -> LossScale:
-    """The classic rule without a cap.
+    """The classic rule, `dynamic_loss_scale`, without a cap.
 
     A growth beyond `2**126` is refused: the scale stays as it is, and the count of
-    finite steps restarts. `refill_on_finite` says whether every finite step refills the
-    hysteresis, or only a growth.
+    finite steps restarts. With `refill_on_finite=True` every finite step refills the
+    hysteresis; otherwise only growth does.
     """
     classic = dynamic_loss_scale(
         init_scale,
@@ -97,7 +97,7 @@ def uncapped(
     return LossScale(classic.init, adjust)
 
 
-def deepspeed_rule(rule: LossScale) -> LossScale:
+def deepspeed_rule(classic: LossScale) -> LossScale:
     """Makes DeepSpeed's rule from the classic one.
 
     The count of finite steps starts at -1, so the first growth after the start or after
@@ -105,7 +105,7 @@ def deepspeed_rule(rule: LossScale) -> LossScale:
     """
 
     def init() -> LossScaleState:
-        return delay_growth(rule.init(), unless=jnp.asarray(False))
+        return delay_growth(classic.init(), unless=jnp.asarray(False))
 
     def adjust(
         state: LossScaleState,
@@ -114,7 +114,7 @@ def deepspeed_rule(rule: LossScale) -> LossScale:
     ) -> LossScaleState:
         rule_state = DynamicRuleState(*state.rule_state)
         state = state._replace(rule_state=rule_state)
-        state = rule.adjust(state, grads_finite, grads_max)
+        state = classic.adjust(state, grads_finite, grads_max)
         return delay_growth(state, unless=state.last_finite)
 
     def delay_growth(state: LossScaleState, *, unless: jax.Array) -> LossScaleState:
@@ -136,8 +136,8 @@ def fairseq_rule(
     min_loss_scale: float,
 ) -> LossScale:
     """Fairseq's rule. The docstring of `presets.fairseq` gives the formula."""
-    # Slightly below the tolerance, because a quotient may be rounded down: 3 overflows
-    # in 10 steps must reach a tolerance of 0.3.
+    # Slightly lower, because a quotient may be rounded down: 3 overflows in 10 steps
+    # must reach a tolerance of 0.3.
     lowered_tolerance = tolerance * (1.0 - 2.0**-20)
 
     def init() -> LossScaleState:

@@ -1,4 +1,4 @@
-"""PyTorch's rule, and its state in the form that PyTorch saves."""
+"""PyTorch's rule, and conversion from and to the state dict of its `GradScaler`."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def from_torch_state_dict(
 
     Returns:
       `(rule, state)`. The rule is `presets.torch` with the saved settings, and it
-      starts from the state. The state holds the saved scale and count; the counts that
-      PyTorch does not save are zero.
+      starts from the state. The state holds the saved scale and growth count; the
+      counts of steps, which PyTorch does not save, are zero.
 
     Raises:
       ValueError: If a key is missing or unknown (the message names it), or if a value
@@ -127,7 +127,7 @@ def from_torch_state_dict(
         raise ValueError(
             "`state_dict` must come from an enabled GradScaler, got missing keys "
             f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}. "
-            "(The dict of a disabled one is empty: use `no_loss_scale()`.)"
+            "(The dict of a disabled one is empty; use `no_loss_scale()` for it.)"
         )
     entries = {key: _as_number(key, value) for key, value in state_dict.items()}
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)

@@ -28,16 +28,16 @@ def apex(
 ) -> LossScale:
     """The rule of NVIDIA apex's `amp.scaler.LossScaler`.
 
-    The scale `s` starts at `min(init_scale, max_loss_scale)`. With count `u` of finite
-    steps, each step does
+    With scale `s` and count `u` of finite steps, the rule is
 
+        start:      s = min(init_scale, max_loss_scale)
         finite:     u = u + 1
                     if u == scale_window: s = min(2 * s, max_loss_scale), u = 0
         nonfinite:  s = max(s / 2, min_loss_scale);  u = 0
 
-    Departure: apex adjusts its scale once for each loss, and this rule once in each
-    step. If you have several losses, keep a state for each; the notebook
-    `06_coming_from` shows how.
+    Departure: apex adjusts its scale once for each loss, while this rule adjusts it
+    once in each step. If you have several losses, keep one state for each loss; the
+    notebook `06_coming_from` shows how.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
@@ -95,7 +95,7 @@ def megatron(
 
     Only growth refills `h`. Once `h` is used up, every nonfinite step backs off until
     `growth_interval` finite steps in a row have passed. (Megatron's docstring says that
-    only consecutive nonfinite steps count, but its code does as above.)
+    only consecutive nonfinite steps count, but its code counts as above.)
 
     Departure: Megatron's scale can grow to infinity.
 
@@ -148,10 +148,10 @@ def deepspeed(
 ) -> LossScale:
     """The rule of DeepSpeed's `DynamicLossScaler`.
 
-    The scale `s` starts at `init_scale`, the count `c` of finite steps at -1, and the
-    number `h` of nonfinite steps left before the scale backs off at `delayed_shift`.
-    Each step does
+    With scale `s`, count `c` of finite steps, and `h` nonfinite steps left before the
+    scale backs off, the rule is
 
+        start:      c = -1;  h = delayed_shift
         finite:     c = c + 1;  if consecutive_hysteresis: h = delayed_shift
                     if c == scale_window: s = 2 * s, c = 0, h = delayed_shift
         nonfinite:  c = -1
@@ -159,24 +159,24 @@ def deepspeed(
 
     So the scale grows on finite step `scale_window + 1` after the start or a nonfinite
     step, and then every `scale_window` finite steps. (Before its pull request 6976 of
-    June 2025, DeepSpeed grew on finite step `scale_window` there too. That rule is
+    June 2025, DeepSpeed's first growth was not late. For that rule, use
     `presets.megatron` with these settings.)
 
-    The section `fp16` of DeepSpeed's JSON file gives these settings other names:
+    In the `fp16` section of DeepSpeed's JSON file the settings have other names:
     `init_scale` is `2**initial_scale_power`, `scale_window` is `loss_scale_window`,
     `min_scale` is `min_loss_scale`, and `delayed_shift` is `hysteresis`. A `loss_scale`
-    other than 0 in that section means `static_loss_scale`.
+    other than 0 in that section corresponds to `static_loss_scale`.
 
-    Departure: DeepSpeed can raise an error at `min_scale`, with its option
-    `raise_error_at_min_scale`.
+    Departure: DeepSpeed can raise an error at `min_scale`, if its option
+    `raise_error_at_min_scale` is set.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
       scale_window: Finite steps from one growth to the next, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. 0 means `2**-126`.
       delayed_shift: How many nonfinite steps it takes to back off, at least 1.
-      consecutive_hysteresis: Whether every finite step sets `h` back to
-        `delayed_shift`. If False, only growth does.
+      consecutive_hysteresis: Whether every finite step refills `h`. If False, only
+        growth does.
 
     Returns:
       A `LossScale`.
@@ -228,24 +228,23 @@ def fairseq(
                     if o / r >= tolerance:
                         s = max(s / scale_factor, threshold), r = o = 0
 
-    Fairseq's command line gives `init_scale`, `scale_window`, `tolerance`, `threshold`
-    and `min_loss_scale` other defaults and, in this order, the names
-    `--fp16-init-scale`, `--fp16-scale-window`, `--fp16-scale-tolerance`,
-    `--threshold-loss-scale` and `--min-loss-scale`.
+    On fairseq's command line, `init_scale`, `scale_window`, `tolerance`, `threshold`
+    and `min_loss_scale` are called `--fp16-init-scale`, `--fp16-scale-window`,
+    `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`, and they
+    have other defaults.
 
     Departure: if backoff would take `s` to `min_loss_scale` or below, fairseq puts back
     the previous scale and raises an error. This rule keeps the previous scale and
-    continues to skip steps, which `notfinite_count` shows.
+    continues to skip nonfinite steps, which `notfinite_count` counts.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
-      scale_factor: Growth multiplies the scale by it, and backoff divides by it. Above
-        1.
+      scale_factor: Growth multiplies by it, and backoff divides by it; above 1.
       scale_window: Finite steps in a row until the scale grows, at least 1.
       tolerance: The share `o / r` of nonfinite steps at which the scale backs off, from
         0 to 1.
       threshold: Floor of the scale, at least `2**-126`. None means `2**-126`.
-      min_loss_scale: Backoff keeps the scale above this number, which is at least 0.
+      min_loss_scale: Backoff never takes the scale to this number or below. At least 0.
 
     Returns:
       A `LossScale`.
@@ -258,8 +257,8 @@ def fairseq(
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.fairseq(8.0, tolerance=0.5)
       >>> state = rule.init()
-      >>> for finite in [True, True, False, False]:
-      ...     state = rule.adjust(state, finite)
+      >>> for grads_finite in [True, True, False, False]:
+      ...     state = rule.adjust(state, grads_finite)
       ...     print(state.loss_scale)
       8.0
       8.0
