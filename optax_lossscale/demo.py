@@ -1,11 +1,12 @@
-"""The main job: float16 fails, and with a loss scale trains as well as float32.
+"""The demo: float16 alone fails, but with a loss scale trains as well as float32.
 
-    python -m optax_lossscale.demo [--seed N] [--steps N] [--rule NAME] [--autocast]
+    python -m optax_lossscale.demo [--seed N ...] [--steps N] [--rule NAME] [--autocast]
         [--json FILE] [--plot FILE]
 
-Trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
-ways. Nothing is scaled down to make float16 fail: the loss is a mean over batch and
-classes, and four sigmoid layers shrink its gradients below float16's range.
+It trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
+variants, which differ in dtype and loss scale. Nothing is scaled down to make float16
+fail: the loss is a mean over batch and classes, and four sigmoid layers shrink its
+gradients below float16's range.
 """
 
 import argparse
@@ -36,7 +37,8 @@ except ImportError as error:
 TRAIN_SIZE = 1400
 BATCH_SIZE = 1024
 LEARNING_RATE = 2e-3
-REPORTS = 20  # Times that the progress bar moves, and that gradients are compared.
+# How often in a run the progress bar moves and flushed gradients are counted.
+REPORTS = 20
 
 RULES = {
     "dynamic": ols.dynamic_loss_scale(growth_interval=200),
@@ -51,19 +53,19 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
 
-
-Apply: TypeAlias = Callable[..., Any]  # From parameters and images to outputs.
+# A function from parameters and images to outputs.
+Apply: TypeAlias = Callable[..., Any]
 
 
 class Data(NamedTuple):
-    """Digits: images `f32[n, 64]` in [0, 1], labels `i32[n]`."""
+    """Digits: images, `f32[n, 64]` from 0 to 1, and labels, `i32[n]`."""
 
     images: jax.Array
     labels: jax.Array
 
 
 class Run(NamedTuple):
-    """What one variant did: its results, and its history step by step."""
+    """One training run: its results, and its losses and loss scales at each step."""
 
     results: dict[str, float]
     losses: np.ndarray
@@ -71,7 +73,7 @@ class Run(NamedTuple):
 
 
 class MLP(nn.Module):
-    """Four hidden layers of 64 and one output a class, all with sigmoid."""
+    """Four hidden layers of width 64 and an output layer of 10, all with sigmoid."""
 
     dtype: jax.typing.DTypeLike
 
@@ -85,52 +87,49 @@ class MLP(nn.Module):
 
 
 def load_data() -> tuple[Data, Data]:
-    """Loads the digits: 1,400 images to train on, 397 to test with."""
+    """Loads the digits: 1,400 images for training, and 397 for testing."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
-    data = Data(
-        images=jnp.asarray(images[order] / 16, jnp.float32),
-        labels=jnp.asarray(labels[order], jnp.int32),
-    )
-    return Data(*(x[:TRAIN_SIZE] for x in data)), Data(*(x[TRAIN_SIZE:] for x in data))
+    images = jnp.asarray(images[order] / 16, jnp.float32)
+    labels = jnp.asarray(labels[order], jnp.int32)
+    n = TRAIN_SIZE
+    return Data(images[:n], labels[:n]), Data(images[n:], labels[n:])
 
 
-def make_apply(dtype: jax.typing.DTypeLike, by_autocast: bool) -> Apply:
-    """The network in `dtype`: by its own setting, or the float32 one by autocast."""
+def make_apply(dtype: jax.typing.DTypeLike, *, by_autocast: bool) -> Apply:
+    """Returns the network in `dtype`, either built in it or cast to it by autocast."""
     if by_autocast and dtype != jnp.float32:
         return ols.autocast(MLP(jnp.float32).apply, dtype)
     return MLP(dtype).apply
 
 
-def make_loss_fn(apply: Apply) -> Callable[[PyTree, Data], jax.Array]:
-    """Mean squared error over batch and classes; the mean is taken in float32."""
-
-    def loss_fn(params: PyTree, batch: Data) -> jax.Array:
-        outputs = jnp.asarray(apply(params, batch.images), jnp.float32)
-        targets = jax.nn.one_hot(batch.labels, 10, dtype=jnp.float32)
-        return jnp.mean((outputs - targets) ** 2)
-
-    return loss_fn
+def loss_fn(params: PyTree, apply: Apply, batch: Data) -> jax.Array:
+    """Mean squared error over batch and classes. The mean is taken in float32."""
+    outputs = jnp.asarray(apply(params, batch.images), jnp.float32)
+    targets = jax.nn.one_hot(batch.labels, 10, dtype=jnp.float32)
+    return jnp.mean((outputs - targets) ** 2)
 
 
 def draw_batch(data: Data, key: jax.Array, step: jax.Array) -> Data:
-    """Draws one step's batch, without replacement."""
+    """Draws the batch of one step, without replacement."""
     order = jax.random.permutation(jax.random.fold_in(key, step), TRAIN_SIZE)
     return Data(*(x[order[:BATCH_SIZE]] for x in data))
 
 
 def make_train_chunk(
-    loss_fn: Callable[[PyTree, Data], jax.Array],
-    tx: optax.GradientTransformationExtraArgs,
-    data: Data,
-    key: jax.Array,
+    apply: Apply, tx: optax.GradientTransformationExtraArgs, draw: Callable[..., Data]
 ) -> Callable[..., Any]:
-    """Several training steps in one compiled scan; gives losses and scales."""
+    """Makes a function that takes several training steps in one compiled scan.
+
+    That function takes a pair of parameters and optimizer state, and the numbers of the
+    steps. It returns the new pair, and a pair of the losses and loss scales of these
+    steps. `draw` returns the batch of a step, given its number.
+    """
 
     def train_step(carry: tuple[PyTree, PyTree], step: jax.Array) -> Any:
         params, opt_state = carry
         grad_fn = ols.scaled_value_and_grad(loss_fn, opt_state)
-        loss, grads = grad_fn(params, draw_batch(data, key, step))
+        loss, grads = grad_fn(params, apply, draw(step))
         loss_scale = ols.get_loss_scale(opt_state)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
@@ -143,9 +142,12 @@ def make_train_chunk(
 def count_flushed(
     apply: Apply, params: PyTree, opt_state: PyTree, batch: Data
 ) -> jax.Array:
-    """Gradient entries flushed to zero, and those nonzero in float32, `i32[2]`."""
-    exact = jax.grad(make_loss_fn(MLP(jnp.float32).apply))(params, batch)
-    scaled = ols.scaled_grad(make_loss_fn(apply), opt_state)(params, batch)
+    """Counts gradient entries flushed to zero: zero here, but nonzero in float32.
+
+    Returns that count, and the count of all nonzero entries in float32, as `i32[2]`.
+    """
+    exact = jax.grad(loss_fn)(params, MLP(jnp.float32).apply, batch)
+    scaled = ols.scaled_grad(loss_fn, opt_state)(params, apply, batch)
     grads = ols.unscale(scaled, opt_state)
     nonzero = jax.tree.map(lambda e: jnp.sum(e != 0), exact)
     flushed = jax.tree.map(lambda e, g: jnp.sum((e != 0) & (g == 0)), exact, grads)
@@ -160,12 +162,13 @@ def train(
     seed: int,
     steps: int,
 ) -> Run:
-    """Trains one variant and measures it."""
+    """Trains one variant with one seed, and measures its results."""
     train_data, test_data = data
     params_key, batch_key = jax.random.split(jax.random.key(seed))
     params = MLP(jnp.float32).init(params_key, train_data.images)
     tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
-    train_chunk = make_train_chunk(make_loss_fn(apply), tx, train_data, batch_key)
+    draw = functools.partial(draw_batch, train_data, batch_key)
+    train_chunk = make_train_chunk(apply, tx, draw)
 
     carry = (params, tx.init(params))
     history, flushed = [], []
@@ -173,8 +176,7 @@ def train(
         for chunk in np.array_split(np.arange(steps), min(REPORTS, steps)):
             carry, chunk_history = train_chunk(carry, chunk)
             history.append(chunk_history)
-            batch = draw_batch(train_data, batch_key, chunk[-1])
-            flushed.append(count_flushed(apply, *carry, batch))
+            flushed.append(count_flushed(apply, *carry, draw(chunk[-1])))
             bar.update(len(chunk))
 
     params, opt_state = carry
@@ -193,7 +195,10 @@ def train(
 
 
 def format_table(runs: dict[str, list[Run]]) -> str:
-    """The results in Markdown: a line a variant, and in each cell a figure a seed."""
+    """Formats the results as a Markdown table with a row for each variant.
+
+    A cell holds a figure for each seed, and is padded to the width of its column.
+    """
     columns: dict[str, Callable[[dict[str, float]], str]] = {
         "test accuracy": lambda r: f"{r['accuracy']:.3f}",
         "final loss": lambda r: f"{r['final_loss']:.4f}",
@@ -201,24 +206,32 @@ def format_table(runs: dict[str, list[Run]]) -> str:
         "final scale": lambda r: f"2**{np.log2(r['final_scale']):g}",
         "flushed to zero": lambda r: f"{r['flushed_to_zero']:.1%}",
     }
-    rows = [["variant", *columns]]
+    table = [["variant", *runs]]
+    for title, show in columns.items():
+        cells = [" ".join(show(run.results) for run in runs[name]) for name in runs]
+        table.append([title, *cells])
+    for index, column in enumerate(table):
+        width = max(len(cell) for cell in column)
+        align = ":".ljust if index == 0 else ":".rjust
+        column.insert(1, align(width, "-"))
+        column[:] = [cell.ljust(width) for cell in column]
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
+
+
+def write_results(runs: dict[str, list[Run]], file: Path) -> None:
+    """Writes the results as JSON: a dict for each variant.
+
+    With several seeds, each variant has a list with a dict for each seed.
+    """
+    results: dict[str, Any] = {}
     for name, of_seeds in runs.items():
-        cells = [
-            " ".join(show(r.results) for r in of_seeds) for show in columns.values()
-        ]
-        rows.append([name, *cells])
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    rows.insert(
-        1, [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
-    )
-    return "\n".join(
-        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    )
+        each = [run.results for run in of_seeds]
+        results[name] = each if len(each) > 1 else each[0]
+    file.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def plot(runs: dict[str, Run], file: Path) -> None:
-    """Draws loss curves, and beneath them the loss scales, into a PNG."""
+    """Draws the loss curves, with the loss scales beneath, into a PNG file."""
     losses = {name: run.losses for name, run in runs.items()}
     scaled = ("float16_static", "float16_dynamic")
     scales = {name: runs[name].loss_scales for name in scaled}
@@ -231,20 +244,16 @@ def plot(runs: dict[str, Run], file: Path) -> None:
     matplotlib.pyplot.close()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs every variant, then prints the table and draws the picture."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the given arguments, or those of the process if None."""
     parser = argparse.ArgumentParser(
         prog="python -m optax_lossscale.demo",
         description="Train on real digits in float32, float16 and bfloat16, with and "
         "without a loss scale.",
     )
+    seed_help = "seeds of weights and batches; the table has a figure for each"
     parser.add_argument(
-        "--seed",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="N",
-        help="seeds of weights and batches; the table has a figure for each",
+        "--seed", type=int, nargs="+", default=[0], metavar="N", help=seed_help
     )
     parser.add_argument(
         "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
@@ -268,20 +277,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
+    return arguments
 
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains every variant, prints the table, and writes the files."""
+    arguments = parse_arguments(argv)
     data, runs = load_data(), {}
-    for name, (dtype, rule) in VARIANTS.items():
-        rule = RULES[arguments.rule] if name == "float16_dynamic" else rule
-        apply = make_apply(dtype, arguments.autocast)
-        steps, seeds = arguments.steps, arguments.seed
-        runs[name] = [train(name, apply, rule, data, s, steps) for s in seeds]
+    variants = {**VARIANTS, "float16_dynamic": (jnp.float16, RULES[arguments.rule])}
+    for name, (dtype, rule) in variants.items():
+        apply = make_apply(dtype, by_autocast=arguments.autocast)
+        runs[name] = [
+            train(name, apply, rule, data, seed, arguments.steps)
+            for seed in arguments.seed
+        ]
     print(f"\n{format_table(runs)}\n")
     if arguments.json is not None:
-        results: dict[str, Any] = {}
-        for name, of_seeds in runs.items():
-            each = [run.results for run in of_seeds]
-            results[name] = each if len(each) > 1 else each[0]
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_results(runs, arguments.json)
         print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")

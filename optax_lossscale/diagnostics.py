@@ -1,8 +1,9 @@
-"""What overflowed, what underflowed, and how much room there is: looks at any pytree.
+"""Measures overflow, underflow and headroom in the floating leaves of any pytree.
 
-All but the printing runs under `jit`. Every floating leaf is read, of any shape; both
-parts of a complex number count as entries of their own; other leaves are passed over.
-Exponents are read from the bits, so that subnormal numbers count for what they are.
+Every function except `print_nonfinite_report` also runs under `jit`. Floating leaves
+may have any shape, and other leaves are ignored. The real and the imaginary part of a
+complex number count as two entries, except in `nonfinite_report`. Exponents are read
+from the bits, so they are exact for subnormal numbers too.
 
     >>> import jax.numpy as jnp, optax_lossscale as ols
     >>> print(ols.diagnostics.headroom_bits(jnp.array([1.0, 255.875])))
@@ -37,13 +38,14 @@ from optax_lossscale._types import PyTree
 
 
 class ExponentHistogram(NamedTuple):
-    """How many entries have which exponent, `floor(log2(abs(x)))`.
+    """The number of entries `x` with each exponent, `floor(log2(abs(x)))`.
 
     Attributes:
-      exponents: `i32[n]`, in order. The first and the last stand for all beyond.
-      counts: `i32[n]`, entries.
-      zero_count: `i32[]`, entries that are zero.
-      nonfinite_count: `i32[]`, entries that are NaN or infinite.
+      exponents: `i32[n]`, ascending. The first also stands for all lower exponents, and
+        the last for all higher ones.
+      counts: `i32[n]`. The number of entries with each exponent.
+      zero_count: `i32[]`. The number of entries that are zero.
+      nonfinite_count: `i32[]`. The number of entries that are NaN or infinite.
     """
 
     exponents: jax.Array
@@ -53,17 +55,17 @@ class ExponentHistogram(NamedTuple):
 
 
 def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
-    """Counts NaN and infinities in every floating leaf.
+    """Counts the NaN and infinite entries of every floating leaf.
 
-    Of the gradients of a batch that was skipped, or of a model's intermediate values.
+    Call it on the gradients of a skipped step, or on a model's intermediate values.
 
     Args:
       tree: Any pytree.
 
     Returns:
       A dict from the path of each floating leaf, such as `"layer/kernel"`, to a dict of
-      `nan` `i32[]`, `inf` `i32[]` and `size` (an `int`), all in entries. An entry
-      of a complex leaf is a NaN if one of its parts is.
+      `nan` `i32[]`, `inf` `i32[]` and `size` (an `int`), all in entries. A complex
+      number is one entry here, and counts as NaN if one of its parts is NaN.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -85,12 +87,18 @@ def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
 
 
 def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
-    """Prints a line for every leaf that holds a NaN or an infinity, worst first.
+    """Prints a line for each leaf with NaN or infinite entries, worst leaf first.
+
+    Call it outside `jit`. The worst leaf has the largest share of nonfinite entries.
 
     Args:
-      tree: Any pytree, or what `nonfinite_report` returned. Concrete arrays: it is not
-        for use inside `jit`.
-      file: Where to; None is standard output.
+      tree: Any pytree, or a report that `nonfinite_report` returned. Its arrays must be
+        concrete.
+      file: The text file to print to. None means standard output.
+
+    Raises:
+      ValueError: If `tree` is a report of several ensemble members, made by `vmap` of
+        `nonfinite_report`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -105,11 +113,20 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
     )
     report = jax.device_get(tree if is_report and tree else nonfinite_report(tree))
     if any(jnp.ndim(of_leaf["nan"]) for of_leaf in report.values()):
-        raise ValueError("`tree` must be the report of one member, got one by `vmap`.")
-    shares = {p: (r["nan"] + r["inf"]) / max(r["size"], 1) for p, r in report.items()}
-    bad = sorted((p for p in report if shares[p]), key=lambda p: -shares[p])
-    lines = [f"{len(bad)} of {len(report)} floating leaves hold nonfinite entries"]
-    for path in bad:
+        raise ValueError(
+            "`tree` must be the report of one member, got a report made by `vmap`. "
+            "(Select one member: `jax.tree.map(lambda x: x[0], report)`.)"
+        )
+    shares = {
+        path: (of_leaf["nan"] + of_leaf["inf"]) / max(of_leaf["size"], 1)
+        for path, of_leaf in report.items()
+    }
+    nonfinite = [path for path in report if shares[path] > 0]
+    worst_first = sorted(nonfinite, key=lambda path: -shares[path])
+    lines = [
+        f"{len(nonfinite)} of {len(report)} floating leaves hold nonfinite entries"
+    ]
+    for path in worst_first:
         nan, inf, size = (report[path][kind] for kind in ("nan", "inf", "size"))
         lines.append(f"{path or 'the array'}: {nan} nan, {inf} inf of {size}")
     print("\n".join(lines), file=sys.stdout if file is None else file)
@@ -118,12 +135,14 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
 def exponent_histogram(
     tree: PyTree, *, min_exponent: int = -40, max_exponent: int = 20
 ) -> ExponentHistogram:
-    """How many entries have `floor(log2(abs(x))) == e`, for each `e`.
+    """Counts the entries with each exponent.
+
+        counts[i] = number of entries x with floor(log2(abs(x))) == exponents[i]
 
     Args:
       tree: Any pytree.
-      min_exponent: The lowest exponent; it also counts what lies below.
-      max_exponent: The highest; it also counts what lies above.
+      min_exponent: The lowest exponent. Entries with lower exponents count here too.
+      max_exponent: The highest exponent. Entries with higher exponents count here too.
 
     Returns:
       An `ExponentHistogram` of `n = max_exponent - min_exponent + 1` exponents.
@@ -144,14 +163,15 @@ def exponent_histogram(
             f"{max_exponent}. (Did you swap them?)"
         )
     n = max_exponent - min_exponent + 1
-    bins = jnp.arange(n + 2, dtype=jnp.int32)  # The last two: zero, nonfinite.
+    # The last two bins are for zero and for nonfinite entries.
+    bins = jnp.arange(n + 2, dtype=jnp.int32)
     counts = jnp.zeros_like(bins)
     for entry in _splits(tree):
-        bin_of = jnp.clip(entry.exponent, min_exponent, max_exponent) - min_exponent
-        bin_of = jnp.where(entry.is_zero, n, bin_of)
-        bin_of = jnp.where(entry.is_finite, bin_of, n + 1)
-        # A read for each bin: a scatter would gather what is sharded.
-        counts += lax.map(lambda b, x=bin_of: jnp.sum(x == b, dtype=jnp.int32), bins)
+        index = jnp.clip(entry.exponent, min_exponent, max_exponent) - min_exponent
+        index = jnp.where(entry.is_zero, n, index)
+        index = jnp.where(entry.is_finite, index, n + 1)
+        # One sum for each bin, because a scatter would gather sharded leaves.
+        counts += lax.map(lambda b, x=index: jnp.sum(x == b, dtype=jnp.int32), bins)
     exponents = jnp.arange(min_exponent, max_exponent + 1, dtype=jnp.int32)
     return ExponentHistogram(exponents, counts[:n], counts[n], counts[n + 1])
 
@@ -162,21 +182,24 @@ def underflow_fraction(
     scale: jax.typing.ArrayLike = 1.0,
     dtype: jax.typing.DTypeLike = jnp.float16,
 ) -> jax.Array:
-    """The share of entries that are flushed to zero in a dtype.
+    """Returns the share of entries that are flushed to zero in a dtype.
 
-        underflow_fraction = count(x * scale rounds to 0) / count(x is finite and not 0)
+        underflow_fraction = count(x * scale rounds to 0) / count(x)
+
+    where `x` runs over all finite entries other than 0.
 
     Args:
       tree: Any pytree, usually gradients in float32.
-      scale: `f32[]`, positive. What entries are multiplied by before they are rounded.
-      dtype: A floating dtype. Its subnormal numbers are not zero.
+      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
+        are rounded.
+      dtype: A floating dtype. A result that is subnormal in it does not count as zero.
 
     Returns:
-      `f32[]`, from 0 to 1; 0 where no entry counts.
+      `f32[]`, from 0 to 1. It is 0 if every entry is zero or nonfinite.
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `scale` is no positive number.
+      ValueError: If `scale` is not a positive number.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -190,21 +213,23 @@ def underflow_fraction(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figures 2 and 3
       (https://arxiv.org/abs/1710.03740).
     """
-    # Half of the smallest number, and everything below it, rounds to zero (to even).
+    # Half of the smallest subnormal number rounds to zero (ties go to even), and so
+    # does every smaller number.
     smallest = jnp.finfo(check_float_dtype("dtype", dtype)).smallest_subnormal
-    half = split_number(float(smallest)).exponent - 1
+    half_exponent = split_number(float(smallest)).exponent - 1
     factor = split(check_positive("scale", scale))
     flushed = nonzero = jnp.zeros((), jnp.float32)
     for entry in _splits(tree):
         mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
-        exponent = entry.exponent + factor.exponent - half
-        # The product is `mantissa * 2**exponent` halves. Its mantissa is from 1 to 4,
-        # so no exponent beyond -2 and 1 changes which side of one half it is on.
+        exponent = entry.exponent + factor.exponent - half_exponent
+        # The scaled entry is `mantissa * 2**exponent` times that half. The mantissa is
+        # from 1 to 4, so clipping the exponent to [-2, 1] cannot take the product to
+        # the other side of 1.
         is_flushed = jnp.ldexp(mantissa, jnp.clip(exponent, -2, 1)) <= 1
-        counts = entry.is_finite & ~entry.is_zero
+        is_counted = entry.is_finite & ~entry.is_zero
         # Counted in integers, because a sum of ones in float32 stops at 2**24.
-        flushed += jnp.sum(counts & is_flushed, dtype=jnp.int32).astype(jnp.float32)
-        nonzero += jnp.sum(counts, dtype=jnp.int32).astype(jnp.float32)
+        flushed += jnp.sum(is_counted & is_flushed, dtype=jnp.int32).astype(jnp.float32)
+        nonzero += jnp.sum(is_counted, dtype=jnp.int32).astype(jnp.float32)
     return flushed / jnp.maximum(nonzero, 1)
 
 
@@ -214,22 +239,22 @@ def headroom_bits(
     scale: jax.typing.ArrayLike = 1.0,
     dtype: jax.typing.DTypeLike = jnp.float16,
 ) -> jax.Array:
-    """How many bits the entries could grow before one overflows in a dtype.
+    """Returns by how many bits the entries can grow before one overflows in a dtype.
 
         headroom_bits = log2(finfo(dtype).max / (max(abs(tree)) * scale))
 
     Args:
       tree: Any pytree, usually unscaled gradients.
-      scale: `f32[]`, positive. What entries are multiplied by.
+      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it.
       dtype: A floating dtype.
 
     Returns:
-      `f32[]`, bits; negative where something would overflow, infinite where all is
-      zero, minus infinity where something is nonfinite.
+      `f32[]`, bits. It is negative if an entry overflows, infinite if all entries are
+      zero, and minus infinity if an entry is nonfinite.
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `scale` is no positive number.
+      ValueError: If `scale` is not a positive number.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -237,11 +262,11 @@ def headroom_bits(
       15.0
     """
     top = largest_of(_splits(tree))
-    room = split_number(float(jnp.finfo(check_float_dtype("dtype", dtype)).max))
+    largest = split_number(float(jnp.finfo(check_float_dtype("dtype", dtype)).max))
     factor = split(check_positive("scale", scale))
-    whole = room.exponent - top.exponent - factor.exponent
-    mantissa = room.mantissa / (top.mantissa * factor.mantissa)
-    bits = whole.astype(jnp.float32) + jnp.log2(mantissa)
+    exponent = largest.exponent - top.exponent - factor.exponent
+    mantissa = largest.mantissa / (top.mantissa * factor.mantissa)
+    bits = exponent.astype(jnp.float32) + jnp.log2(mantissa)
     bits = jnp.where(top.is_zero, jnp.inf, bits)
     return jnp.where(top.is_finite, bits, -jnp.inf)
 
@@ -252,20 +277,20 @@ def suggest_init_scale(
     dtype: jax.typing.DTypeLike = jnp.float16,
     margin_bits: float = 2.0,
 ) -> jax.Array:
-    """The largest power of two that leaves a margin before overflow.
+    """Suggests a first loss scale: the largest power of two that leaves a margin.
 
         suggest_init_scale = 2**floor(headroom_bits(tree, dtype=dtype) - margin_bits)
 
     Args:
       tree: Unscaled gradients of a typical batch, in float32.
       dtype: The floating dtype of the backward pass.
-      margin_bits: Bits left free, from 0 to 126. Gradients of activations may be larger
-        than those of parameters.
+      margin_bits: Bits left free below overflow, from 0 to 126. Leave some, because the
+        gradients of activations may be larger than those of parameters.
 
     Returns:
-      `f32[]`, dimensionless, from `2**-126` to `2**126`; `2**15`, the default of the
-      rules, where all is zero; NaN, which every rule refuses, where something is
-      nonfinite.
+      `f32[]`, dimensionless, from `2**-126` to `2**126`. It is `2**15`, the default of
+      the rules, if all entries are zero, and NaN, which every rule refuses, if an entry
+      is nonfinite.
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
@@ -286,7 +311,7 @@ def suggest_init_scale(
 
 
 def _splits(tree: PyTree) -> Iterator[Split]:
-    """Every floating leaf, split; both parts of a complex one."""
+    """Splits every floating leaf; the two parts of a complex leaf are split apart."""
     for leaf in jax.tree.leaves(tree):
         if is_floating(leaf):
             yield from map(split, real_parts(jnp.asarray(leaf)))

@@ -1,7 +1,8 @@
-"""The same, drawn: the loss scale over a run, exponents, what is flushed to zero.
+"""Plots of a run's loss scale, of exponents, and of entries flushed to zero.
 
-Needs matplotlib, `pip install 'optax-lossscale[plot]'`, when a function is called. Each
-takes the axes to draw into, or makes new ones, and returns them.
+Each function draws into the axes that it is given, or else makes new ones, and returns
+them. Calling one needs matplotlib, which `pip install 'optax-lossscale[plot]'`
+installs; importing this module does not.
 
     >>> import jax.numpy as jnp, optax_lossscale as ols
     >>> ols.plotting.plot_underflow_by_leaf(jnp.ones(3)).get_xlabel()
@@ -26,8 +27,8 @@ from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind people tell apart; and line styles, as
-# curves may lie on each other.
+# Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
+# differ too, because one curve may lie on another.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linewidth": 3, "alpha": 0.4},
@@ -41,13 +42,15 @@ STYLES: tuple[dict[str, Any], ...] = (
 def plot_loss_scale(
     history: Mapping[str, jax.typing.ArrayLike], *, ax: Axes | None = None
 ) -> Axes:
-    """Draws the loss scale over steps, on an axis of powers of two; skips are marked.
+    """Draws the loss scale over the steps of a run, and marks the skipped steps.
+
+    The axis of the loss scale is logarithmic, in powers of two.
 
     Args:
-      history: What `loss_scale_metrics` returned, stacked over steps by `lax.scan` or
-        `jax.tree.map(lambda *x: jnp.stack(x), *list_of_metrics)`: at least
-        `loss_scale` and `last_finite`, of shape `[steps]`.
-      ax: Axes to draw into; None makes a new figure.
+      history: The metrics that `loss_scale_metrics` returned, stacked over steps by
+        `lax.scan` or by `jax.tree.map(lambda *x: jnp.stack(x), *list_of_metrics)`. It
+        holds at least `loss_scale`, `f32[steps]`, and `last_finite`, `bool[steps]`.
+      ax: Axes to draw into. None makes a new figure.
 
     Returns:
       The axes.
@@ -78,7 +81,8 @@ def plot_loss_scale(
     if scales.ndim != 1 or finite.shape != scales.shape:
         raise ValueError(
             f"`history` must be stacked over steps, got shapes {scales.shape} and "
-            f"{finite.shape}. (Of one device or member: `history[...][0]`.)"
+            f"{finite.shape}. (To draw one device or ensemble member, select its part: "
+            "`jax.tree.map(lambda x: x[0], history)`.)"
         )
     ax = _axes(ax)
     steps = np.arange(1, len(scales) + 1)
@@ -102,12 +106,14 @@ def plot_training(
     *,
     ax: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draws the training losses of several runs, and beneath them their loss scales.
+    """Draws the training losses of several runs, and their loss scales beneath.
 
     Args:
-      losses: From a label to `f32[steps]`, positive. Five of them look different.
-      loss_scales: The same of loss scales, dimensionless, for some or all labels.
-      ax: Two axes to draw into; None makes a new figure.
+      losses: A mapping from the label of each run to its losses, `f32[steps]` and
+        positive. Line styles repeat after five runs.
+      loss_scales: A mapping from some or all of these labels to the loss scales of
+        the run, `f32[steps]`, dimensionless.
+      ax: Two axes to draw into. None makes a new figure.
 
     Returns:
       The two axes.
@@ -129,10 +135,10 @@ def plot_training(
     scale_ax.set_yscale("log", base=2)
     loss_ax.set(ylabel="training loss")
     scale_ax.set(xlabel="step", ylabel="loss scale")
-    for each in (loss_ax, scale_ax):
-        each.grid(alpha=0.3)
-        if each.lines:
-            each.legend()
+    for axes in (loss_ax, scale_ax):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
     return loss_ax, scale_ax
 
 
@@ -142,23 +148,24 @@ def plot_exponent_histogram(
     dtype: jax.typing.DTypeLike = jnp.float16,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws which exponents entries have, and which of them a dtype can hold.
+    """Draws histograms of exponents over the range of a dtype.
 
-    The normal range is shaded, the subnormal one, where bits are lost, paler; what
-    lies further to the left becomes zero, to the right infinity.
+    The range of normal numbers is shaded. The range of subnormal numbers, where bits
+    are lost, is shaded paler. Entries to the left of both become zero, and entries to
+    the right become infinite.
 
     Args:
-      histograms: From a label, such as `"scaled by 2**15"`, to what
-        `exponent_histogram` returned.
+      histograms: A mapping from labels, such as `"scaled by 2**15"`, to results of
+        `exponent_histogram`.
       dtype: The floating dtype whose range is shaded.
-      ax: Axes to draw into; None makes a new figure.
+      ax: Axes to draw into. None makes a new figure.
 
     Returns:
       The axes.
 
     Raises:
       ImportError: If matplotlib is missing.
-      TypeError: If `histograms` is no mapping, or `dtype` no floating dtype.
+      TypeError: If `histograms` is not a mapping, or `dtype` is not a floating dtype.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -168,7 +175,7 @@ def plot_exponent_histogram(
 
     References:
       MindSpore's guide to mixed precision, and Micikevicius et al., ICLR 2018,
-      figure 3 (https://arxiv.org/abs/1710.03740), show the same.
+      figure 3 (https://arxiv.org/abs/1710.03740), show such histograms.
     """
     if not isinstance(histograms, Mapping):
         raise TypeError(
@@ -183,18 +190,18 @@ def plot_exponent_histogram(
     )
     label = f"{name} subnormal: bits lost"
     ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
-    lines = ((RED, "-"), (BLUE, "--"), (GREEN, "-."), (ORANGE, ":"))
-    of_line = zip(cycle(lines), histograms.items(), strict=False)
-    for (color, style), (label, histogram) in of_line:
+    styles = ((RED, "-"), (BLUE, "--"), (GREEN, "-."), (ORANGE, ":"))
+    styled_histograms = zip(cycle(styles), histograms.items(), strict=False)
+    for (color, style), (label, histogram) in styled_histograms:
         exponents = np.asarray(histogram.exponents)
         counts = np.asarray(histogram.counts)
-        others = {
+        undrawn = {
             "zero": int(histogram.zero_count),
             "not finite": int(histogram.nonfinite_count),
         }
         drawn = int(counts.sum())
-        total = drawn + sum(others.values())
-        shares = [f"{n / total:.0%} {kind}" for kind, n in others.items() if n]
+        total = drawn + sum(undrawn.values())
+        shares = [f"{n / total:.0%} {kind}" for kind, n in undrawn.items() if n]
         label = f"{label} ({', '.join(shares)})" if shares else label
         ax.stairs(
             counts / max(drawn, 1),
@@ -218,21 +225,21 @@ def plot_underflow_by_leaf(
     dtype: jax.typing.DTypeLike = jnp.float16,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws for every floating leaf which share is flushed to zero in a dtype.
+    """Draws the share of each floating leaf that is flushed to zero in a dtype.
 
     Args:
-      tree: Gradients in float32, unscaled.
-      scale: What entries are multiplied by, positive; with several in one array,
-        `f32[n]`, there is a bar for each.
-      dtype: The floating dtype.
-      ax: Axes to draw into; None makes a new figure.
+      tree: Unscaled gradients in float32.
+      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
+        are rounded. With an array `f32[n]`, each leaf gets a bar for each scale.
+      dtype: The floating dtype in which entries are flushed.
+      ax: Axes to draw into. None makes a new figure.
 
     Returns:
       The axes.
 
     Raises:
       ImportError: If matplotlib is missing.
-      ValueError: If the tree has no floating leaf, or `scale` is not positive.
+      ValueError: If the tree has no floating leaf, or `scale` is empty or not positive.
       TypeError: If `dtype` is not a floating dtype.
 
     Example:
@@ -245,7 +252,10 @@ def plot_underflow_by_leaf(
     leaves = floating_leaves(tree)
     factors = np.atleast_1d(np.asarray(scale, np.float32))
     if not leaves or not factors.size:
-        raise ValueError("`tree` must have a floating leaf, and `scale` a number.")
+        raise ValueError(
+            "`tree` must have a floating leaf, and `scale` a number, got "
+            f"{len(leaves)} floating leaves and `scale` of shape {factors.shape}."
+        )
     ax = _axes(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
     rows = np.arange(len(leaves))
     height = 0.8 / len(factors)
@@ -271,12 +281,12 @@ def plot_underflow_by_leaf(
 
 
 def _shown(label: str) -> str:
-    """A label; matplotlib would hide one that starts with an underscore."""
+    """Pads a label that starts with an underscore, which matplotlib would hide."""
     return f" {label}" if label.startswith("_") else label
 
 
 def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:
-    """The given axes, or new ones."""
+    """Returns the given axes, or makes new ones."""
     if ax is not None:
         return ax
     try:
@@ -290,7 +300,7 @@ def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:
 
 
 def _range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
-    """The exponents of the smallest, the smallest normal and the largest number."""
+    """The exponents of a dtype's smallest, smallest normal and largest number."""
     info: Any = jnp.finfo(check_float_dtype("dtype", dtype))
     numbers = (info.smallest_subnormal, info.tiny, info.max)
     lowest, normal, highest = (int(np.frexp(float(x))[1]) - 1 for x in numbers)

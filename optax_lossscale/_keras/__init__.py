@@ -1,1 +1,1 @@
-"""Keras's `LossScaleOptimizer` over any Optax optimizer."""
+"""Keras's `LossScaleOptimizer` for Optax optimizers."""

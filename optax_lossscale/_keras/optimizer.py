@@ -1,4 +1,4 @@
-"""Keras's `LossScaleOptimizer`, its whole signature, over any Optax optimizer."""
+"""Keras's `LossScaleOptimizer`, with its whole signature, for Optax optimizers."""
 
 from __future__ import annotations
 
@@ -48,64 +48,72 @@ def loss_scale_optimizer(
     gradient_accumulation_steps: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras's `LossScaleOptimizer` over any Optax optimizer.
+    """Wraps an optimizer as Keras's `LossScaleOptimizer` does, with all its options.
 
     With scaled gradients `g`, loss scale `s`, accumulation over `k` steps, learning
     rate `lr`, parameters `p` and their average `a`, one step is, in Keras's order,
 
         g = unscale(g, s);  finite = all_finite(g);  adjust s
-        if not finite: that is all
-        accumulate g; every k-th time, with g the mean of k:
+        if not finite: skip the rest
+        accumulate g; on every k-th finite step, with g the mean of the last k:
             g = clip(g)
             p = p - p * weight_decay * lr
             p = p + inner_optimizer(g, p)
-            a = ema_momentum * a + (1 - ema_momentum) * p        (the first time, a = p)
-            every ema_overwrite_frequency-th update: p = a
+            a = ema_momentum * a + (1 - ema_momentum) * p  (first update: a = p)
+            on every ema_overwrite_frequency-th update: p = a
 
-    Like Keras 3, on a nonfinite step nothing advances: a bad micro-batch is dropped
-    alone, and its window goes on until it has `k` finite ones. (tf.keras counts an
-    iteration on a skipped step.) The rule is `presets.keras`; with `dynamic=False` or
-    `loss_scale_factor`, a fixed scale as in Keras, where NOTHING IS CHECKED:
-    `loss_scaled(optimizer, static_loss_scale(c))` has a fixed scale and skips.
+    The rule of the scale is `presets.keras`. As in Keras 3, a nonfinite step advances
+    nothing: only the bad micro-batch is dropped, and its accumulation window continues
+    until it holds `k` finite micro-batches. (tf.keras counts an iteration on a skipped
+    step.)
 
-    Departures from Keras 3, which takes most of these options on the inner optimizer:
-    here they work where its page lists them. The average moves once an update, as the
-    page says; the source moves it on every micro-step. Schedules inside
-    `inner_optimizer` count its updates; `learning_rate` counts all finite steps, as
-    Keras does.
+    **With `dynamic=False` or `loss_scale_factor` nothing is checked.** The scale is
+    fixed, and NaN and infinity reach the parameters, as in Keras. For a fixed scale
+    that skips nonfinite steps, use `loss_scaled(optimizer, static_loss_scale(c))`.
+
+    **Departures from Keras 3.** Keras takes most of these options on the inner
+    optimizer. Here they work on this wrapper, where Keras's documentation lists them.
+    The average moves once in each update, as that documentation says; Keras's source
+    moves it on every micro-step. Schedules inside `inner_optimizer` count its updates,
+    while `learning_rate` counts all finite steps, as in Keras.
 
     Args:
       inner_optimizer: The optimizer: anything with `init` and `update`.
-      dynamic: Whether the scale adjusts itself. With False, `initial_scale` is
-        required, and is the scale.
-      initial_scale: First scale, dimensionless, from `2**-126` to `2**126`. None is
+      dynamic: Whether the scale changes. If False, the scale is `initial_scale`, which
+        is then required.
+      initial_scale: First scale, dimensionless, from `2**-126` to `2**126`. None means
         `2**15`.
-      dynamic_growth_steps: Finite steps to the next doubling, at least 1. None is 2000.
-      weight_decay: Decoupled weight decay, at least 0, per unit of learning rate.
-        Optimizers that decay by themselves, such as `optax.adamw`, do it as well.
-        Parameters that shall not decay, frozen ones too, are split off outside, by
-        `optax.partition`.
-      learning_rate: Number or schedule, for `weight_decay` alone, which needs it: an
-        Optax optimizer does not tell its own, nor when it is changed.
+      dynamic_growth_steps: Finite steps in a row until the scale doubles, at least 1.
+        None means 2000.
+      weight_decay: Decoupled weight decay per unit of learning rate, at least 0. An
+        optimizer with a decay of its own, such as `optax.adamw`, applies that too. To
+        exempt parameters, for example frozen ones, put `optax.partition` around this
+        wrapper.
+      learning_rate: The learning rate of `inner_optimizer`, as a number of at least 0
+        or a schedule. Only `weight_decay` uses it, and requires it, because an Optax
+        optimizer reveals neither its learning rate nor any change of it.
       clipnorm: Largest L2 norm of each gradient array, above 0.
       clipvalue: Largest magnitude of each gradient entry, above 0.
       global_clipnorm: Largest L2 norm of all gradients together, above 0.
-      use_ema: Whether to keep a moving average of the parameters: `ema_params`.
-      ema_momentum: From 0 to 1.
-      ema_overwrite_frequency: Updates from one overwriting of the parameters by their
-        average to the next, at least 1. None: never; see `finalize_params`.
-      loss_scale_factor: A fixed scale, in place of all the loss scale settings above.
-      gradient_accumulation_steps: Finite steps to an update, at least 1. None is 1.
+      use_ema: Whether to keep a moving average of the parameters, which `ema_params`
+        returns.
+      ema_momentum: Weight of the old average in the new one, from 0 to 1.
+      ema_overwrite_frequency: The parameters are set to their average once in this many
+        updates, at least 1. None means never; see `finalize_params`.
+      loss_scale_factor: A fixed scale, dimensionless, from `2**-126` to `2**126`. It
+        replaces `dynamic`, `initial_scale` and `dynamic_growth_steps`.
+      gradient_accumulation_steps: Finite steps per update, at least 1. None means 1.
       axis_name: As in `loss_scaled`.
 
     Returns:
-      A `GradientTransformationExtraArgs` with a `LossScaledState`, as `loss_scaled`.
+      A `GradientTransformationExtraArgs` with a `LossScaledState`, like `loss_scaled`.
 
     Raises:
-      ValueError: If a setting is outside its range; if two of the three clips are
-        given; `weight_decay` without `learning_rate`; `dynamic=False` without a scale
-        or with `dynamic_growth_steps`; `loss_scale_factor` with `initial_scale` or
-        `dynamic_growth_steps`. From `update`: if it needs `params` and gets none.
+      ValueError: If a setting is outside its range, or if settings conflict: several of
+        the three clips; `weight_decay` without `learning_rate`; `dynamic=False` without
+        `initial_scale` or with `dynamic_growth_steps`; or `loss_scale_factor` with
+        `initial_scale` or `dynamic_growth_steps`. `update` raises it if `params` is
+        missing and `weight_decay` or `use_ema` is set.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -128,14 +136,14 @@ def loss_scale_optimizer(
     momentum = check_number("ema_momentum", ema_momentum, 0.0, 1.0)
     schedule = _make_schedule(learning_rate)
 
-    # Keras's order, from the inside out.
+    # Wrapped from the inside out, so that a step runs in Keras's order.
     optimizer = check_optimizer("inner_optimizer", inner_optimizer)
     if weight_decay is not None:
         decay = check_number("weight_decay", weight_decay, 0.0)
         if schedule is None:
             raise ValueError(
-                "`learning_rate` must be given with `weight_decay`, got None. (An "
-                "Optax optimizer does not tell its own: give the same again.)"
+                "`learning_rate` must be given with `weight_decay`, got None. (Pass "
+                "the inner optimizer's: Optax optimizers do not reveal their own.)"
             )
         optimizer = decay_first(optimizer, decay, schedule, window or 1)
     if clip is not None:
@@ -148,17 +156,19 @@ def loss_scale_optimizer(
 
 
 def ema_params(opt_state: PyTree) -> PyTree:
-    """Returns the moving average of the parameters, to evaluate with.
+    """Returns the moving average of the parameters, for evaluation.
 
-        a = ema_momentum * a + (1 - ema_momentum) * params, after each update
+    After each update the average `a` is
+
+        a = ema_momentum * a + (1 - ema_momentum) * params
 
     Args:
       opt_state: State of a `loss_scale_optimizer` with `use_ema=True`, or any pytree
         that holds exactly one.
 
     Returns:
-      The average: the tree of the parameters, its floating leaves float32 or wider.
-      Before the first update it is the parameters that `init` was given.
+      The average, a tree like the parameters, with floating leaves in float32 or wider.
+      Before the first update it holds the parameters that were passed to `init`.
 
     Raises:
       ValueError: If `opt_state` holds no average, or several.
@@ -182,23 +192,25 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
 
 def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
-    """Returns the parameters to end a training with: their average, if there is one.
+    """Returns the parameters to keep after training: their average, if there is one.
 
-    Keras's `finalize_variable_values`, which its `fit` calls after the last epoch. For
-    an NNX model:
+    Call it after the last step, as Keras's `fit` calls `finalize_variable_values`
+    after the last epoch. For an NNX model:
     `nnx.update(model, finalize_params(nnx.state(model, nnx.Param), optimizer))`.
 
     Args:
       params: The parameters, floating leaves of any shape.
-      opt_state: State of a `loss_scale_optimizer`, or any pytree that holds one.
+      opt_state: State of a `loss_scale_optimizer`, or any pytree that holds exactly
+        one.
 
     Returns:
-      With `use_ema=True` the average, in the dtypes of `params`, where there is one: a
-      leaf that is frozen outside, as by `optax.partition`, stays. Else `params`.
+      With `use_ema=True`, the average in the dtypes of `params`. Leaves that have no
+      average, such as those that `optax.partition` freezes outside the wrapper, are
+      returned unchanged. With `use_ema=False`, `params` unchanged.
 
     Raises:
-      ValueError: If `opt_state` is no state of a loss-scaled optimizer, or of several,
-        or if `params` are not what it is the average of.
+      ValueError: If `opt_state` does not hold exactly one state of a loss-scaled
+        optimizer, or if `params` differ from their average in structure or shape.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -224,7 +236,7 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
             return param
         if jnp.shape(average) != jnp.shape(param):
             raise ValueError(
-                "`params` must be the parameters that the average is of, got shape "
+                "`params` must have the shapes of their average, got shape "
                 f"{jnp.shape(param)} for {jnp.shape(average)}."
             )
         return average.astype(jnp.asarray(param).dtype)
@@ -254,7 +266,7 @@ def _make_rule(
             if value is not None:
                 raise ValueError(
                     f"`{name}` must be None with `loss_scale_factor`, got {value}. "
-                    "(That is one fixed scale.)"
+                    "(`loss_scale_factor` alone fixes the scale.)"
                 )
         check_flag("dynamic", dynamic)
         scale = check_scale("loss_scale_factor", loss_scale_factor)
@@ -264,13 +276,17 @@ def _make_rule(
             2.0**15 if initial_scale is None else initial_scale,
             2000 if dynamic_growth_steps is None else dynamic_growth_steps,
         )
-    return tf_keras(False, initial_scale, dynamic_growth_steps)
+    return tf_keras(
+        dynamic=False,
+        initial_scale=initial_scale,
+        dynamic_growth_steps=dynamic_growth_steps,
+    )
 
 
 def _make_schedule(
     learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.Schedule | None:
-    if isinstance(learning_rate, jax.core.Tracer):  # Of `optax.inject_hyperparams`.
+    if isinstance(learning_rate, jax.core.Tracer):  # From `optax.inject_hyperparams`.
         return lambda _: learning_rate
     if learning_rate is None:
         return None
@@ -282,9 +298,10 @@ def _make_schedule(
     except TypeError as error:
         raise TypeError(
             "`learning_rate` must be a number or a function of the step, got "
-            f"{learning_rate!r}. (Keras's take no argument: `lambda step: ...`.)"
+            f"{learning_rate!r}. (Unlike in Keras, it takes the step as its argument: "
+            "`lambda step: ...`.)"
         ) from error
-    except ValueError:  # Some callables have no signature to look at.
+    except ValueError:  # Some callables have no signature to inspect.
         pass
     return learning_rate
 

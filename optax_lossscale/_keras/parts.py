@@ -1,4 +1,4 @@
-"""What Keras does around an update, each as a wrapper of an Optax optimizer."""
+"""Keras's clipping, decay, average and accumulation, as wrappers of an optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ class DecayFirstState(NamedTuple):
     """State of `decay_first`.
 
     Attributes:
-      update_count: `i32[]`, steps. Updates so far.
-      inner_state: State of the optimizer inside.
+      update_count: `i32[]`. The number of updates so far.
+      inner_state: State of the inner optimizer.
     """
 
     update_count: jax.Array
@@ -28,9 +28,9 @@ class AverageAfterState(NamedTuple):
     """State of `average_after`.
 
     Attributes:
-      update_count: `i32[]`, steps. Updates so far.
-      average: Moving average of the parameters; floating leaves float32 or wider.
-      inner_state: State of the optimizer inside.
+      update_count: `i32[]`. The number of updates so far.
+      average: Moving average of the parameters; floating leaves in float32 or wider.
+      inner_state: State of the inner optimizer.
     """
 
     update_count: jax.Array
@@ -41,7 +41,7 @@ class AverageAfterState(NamedTuple):
 def make_clip(
     clipnorm: float | None, clipvalue: float | None, global_clipnorm: float | None
 ) -> optax.GradientTransformation | None:
-    """The one clip that is asked for, if any."""
+    """Returns the one clip whose limit is given, or None."""
     clips = (
         ("clipnorm", clipnorm, _clip_each),
         ("clipvalue", clipvalue, optax.clip),
@@ -50,7 +50,7 @@ def make_clip(
     given = [(name, limit, clip) for name, limit, clip in clips if limit is not None]
     if len(given) > 1:
         raise ValueError(
-            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` must be "
+            "at most one of `clipnorm`, `clipvalue` and `global_clipnorm` may be "
             f"given, got {' and '.join(f'`{name}`' for name, *_ in given)}."
         )
     for name, limit, clip in given:
@@ -64,10 +64,10 @@ def decay_first(
     learning_rate: optax.Schedule,
     window: int,
 ) -> optax.GradientTransformationExtraArgs:
-    """Takes `params * weight_decay * learning_rate` off before the inner update.
+    """Subtracts `params * weight_decay * learning_rate` before the inner update.
 
-    An inner optimizer that reads parameters sees them decayed. The schedule counts
-    all finite steps, `window` of them to an update, and is read at the last of them.
+    An inner optimizer that reads the parameters sees them decayed. The schedule counts
+    all finite steps, `window` of them for each update, and is evaluated at the last.
     """
 
     def init(params: optax.Params) -> DecayFirstState:
@@ -81,13 +81,13 @@ def decay_first(
     ) -> tuple[optax.Updates, DecayFirstState]:
         params = _wide_params("weight_decay", params)
         step = state.update_count * window + (window - 1)
-        share = jnp.asarray(weight_decay * learning_rate(step))
+        rate = jnp.asarray(weight_decay * learning_rate(step))
 
         def decay_leaf(grad: PyTree, param: PyTree) -> PyTree:
-            # Keras leaves alone what has no gradient.
+            # Keras does not decay parameters that have no gradient.
             if is_absent(grad) or not is_floating(param):
                 return None
-            return -param * share.astype(param.dtype)
+            return -param * rate.astype(param.dtype)
 
         decay = jax.tree.map(decay_leaf, grads, params, is_leaf=is_absent)
         updates, inner_state = inner.update(
@@ -104,10 +104,14 @@ def average_after(
     momentum: float,
     overwrite_frequency: int | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages the parameters after each update, and now and then overwrites them."""
+    """Averages the parameters after each update.
+
+    If `overwrite_frequency` is given, the parameters are set to their average once in
+    that many updates.
+    """
 
     def init(params: optax.Params) -> AverageAfterState:
-        # A buffer of its own, so that parameters and state can both be donated.
+        # The average is a copy, so that parameters and state can both be donated.
         average = jax.tree.map(_copy, params)
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
 
@@ -151,10 +155,11 @@ def average_after(
 def accumulate_before(
     inner: optax.GradientTransformationExtraArgs, window: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates once in `window` steps, by the mean of their gradients."""
+    """Updates once in `window` steps, with the mean of their gradients."""
 
     def multi_steps(tree: PyTree) -> optax.MultiSteps:
-        # Its own default, float32, would lose what is wider or complex.
+        # `MultiSteps` accumulates in float32 by default, which would round float64
+        # gradients and drop the imaginary parts of complex ones.
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
         dtype = np.result_type(np.float32, *dtypes)
         return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
@@ -168,15 +173,16 @@ def accumulate_before(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        # `MultiSteps` wants a gradient of every parameter, or of none.
-        kept = jax.tree.map(
+        # `MultiSteps` needs the gradients and their means to have the same leaves, so
+        # the mean is left out where the gradient is absent, and put back afterwards.
+        means = jax.tree.map(
             lambda grad, mean: grad if is_absent(grad) else mean,
             grads,
             state.acc_grads,
             is_leaf=is_absent,
         )
         updates, updated = multi_steps(grads).update(
-            grads, state._replace(acc_grads=kept), params, **extra_args
+            grads, state._replace(acc_grads=means), params, **extra_args
         )
         acc_grads = jax.tree.map(
             lambda grad, old, new: old if is_absent(grad) else new,
@@ -191,7 +197,7 @@ def accumulate_before(
 
 
 def _clip_each(max_norm: float) -> optax.GradientTransformation:
-    """Clips every gradient array by its own L2 norm."""
+    """Clips each gradient array by its own L2 norm."""
     clip = optax.clip_by_global_norm(max_norm)
 
     def clip_leaf(grad: PyTree) -> PyTree:
@@ -209,7 +215,10 @@ def _wide_params(option: str, params: optax.Params | None) -> optax.Params:
 
 
 def _add(tree: PyTree, updates: PyTree) -> PyTree:
-    """A tree moved by updates, where there is one; of parameters or of updates."""
+    """Adds updates to a tree of parameters or of other updates.
+
+    Leaves that have no update, or are not floating, are returned unchanged.
+    """
 
     def add(update: PyTree, leaf: PyTree) -> PyTree:
         return leaf if is_absent(update) or not is_floating(leaf) else leaf + update
@@ -218,5 +227,6 @@ def _add(tree: PyTree, updates: PyTree) -> PyTree:
 
 
 def _copy(param: PyTree) -> PyTree:
+    """Copies a parameter, or makes zeros for an abstract one."""
     is_abstract = isinstance(param, jax.ShapeDtypeStruct)
     return jnp.zeros_like(param) if is_abstract else jnp.copy(param)

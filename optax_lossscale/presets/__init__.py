@@ -1,21 +1,21 @@
 """The rules of other systems, under the names and defaults that they have there.
 
-Each function returns a `LossScale` for `loss_scaled`, or to use by hand, and
-follows its system's scale step by step: exactly where factors are powers of two,
-within 1 ulp a change otherwise. Three things hold for all of them, and
-are the departures that no docstring repeats:
+A function with the name of a system returns a `LossScale`, which you pass to
+`loss_scaled` or call by hand. Its scale follows the system step by step: exactly if the
+factors are powers of two, and otherwise to within 1 ulp for each change. Every rule
+departs from its system in three ways, which the functions' docstrings do not repeat:
 
-* the scale never leaves `[2**-126, 2**126]`, so it is never zero, subnormal or
-  infinite, and neither is its reciprocal: backoff stops at `2**-126`, and growth
-  past `2**126` is refused, where several of these systems reach zero or infinity
-  and train no more;
-* gradients are checked after they are unscaled, in float32;
-* no rule raises in a step: where a system raises because the run is stuck,
-  `raise_if_stalled` does, outside the step.
+* The scale stays within `[2**-126, 2**126]`, so neither the scale nor its reciprocal
+  is ever zero, subnormal or infinite. Backoff stops at `2**-126`, and growth beyond
+  `2**126` is refused. Several of these systems let the scale reach zero or infinity,
+  and from then on they no longer train.
+* Gradients are checked after they are unscaled, in float32.
+* No rule raises an error inside a step. If a system raises because the run is stuck,
+  call `raise_if_stalled` outside the step instead.
 
-Scales and factors are dimensionless, and intervals, windows and counts are finite
-steps. What is outside its range raises `ValueError`, what is not a number
-`TypeError`, when the rule is made.
+Scales and factors are dimensionless; intervals, windows and counts are in finite
+steps. When the rule is made, a setting outside its range raises `ValueError`, and a
+setting that is not a number raises `TypeError`.
 
 Example:
   >>> import optax, optax_lossscale as ols

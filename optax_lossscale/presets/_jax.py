@@ -1,4 +1,4 @@
-"""The rules of the scalers that JAX users had: Flax's and jmp's."""
+"""The rules of Flax and of jmp."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from optax_lossscale._checks import check_count, check_factor, check_scale
 from optax_lossscale._rules import LossScale
-from optax_lossscale.presets._rules import floor_or_none, uncapped
+from optax_lossscale.presets._rules import check_floor, uncapped
 
 
 def flax(
@@ -16,25 +16,28 @@ def flax(
     growth_interval: int = 2000,
     minimum_scale: float | None = float(np.finfo(np.float32).tiny),
 ) -> LossScale:
-    """Flax's `DynamicScale`.
+    """The rule of Flax's `DynamicScale`.
 
-        finite step:     if c == growth_interval: s = s growth_factor, c = 0
-                         else: c = c + 1
-        nonfinite step:  s = max(s backoff_factor, minimum_scale);  c = 0
+    With scale `s` and count `c` of finite steps, each step does
 
-    The count is compared before it is increased, so growth comes on finite step
-    `growth_interval + 1`, one later than everywhere else.
+        finite:     if c == growth_interval: s = s * growth_factor, c = 0
+                    else: c = c + 1
+        nonfinite:  s = max(s * backoff_factor, minimum_scale);  c = 0
 
-    Departures: gradients are never averaged over an axis for you (`axis_name` of
-    `loss_scaled` shares the verdict alone), and a count restored under a shorter
-    interval still grows.
+    The count is compared before it is increased. So the scale grows on finite step
+    `growth_interval + 1`, one step later than in PyTorch and most other systems.
+
+    Departures: Flax averages the gradients over the axis of its `axis_name`; with the
+    `axis_name` of `loss_scaled`, devices share only whether the step is finite. A scale
+    whose count was saved under a longer interval still grows here.
 
     Args:
       scale: First scale, from `2**-126` to `2**126`.
       growth_factor: Above 1.
       backoff_factor: Strictly between 0 and 1.
-      growth_interval: Finite steps before the one that grows, at least 1.
-      minimum_scale: Floor of the scale; None is `2**-126`, the same as the default.
+      growth_interval: Finite steps in a row before the step that grows, at least 1.
+      minimum_scale: Floor of the scale, at least `2**-126`. None means `2**-126`, which
+        is also the default.
 
     Returns:
       A `LossScale`.
@@ -48,7 +51,7 @@ def flax(
       >>> rule = ols.presets.flax(8.0, growth_interval=1)
       >>> state = rule.init()
       >>> for _ in range(2):
-      ...     state = rule.adjust(state, True)
+      ...     state = rule.adjust(state, grads_finite=True)
       ...     print(state.loss_scale)
       8.0
       16.0
@@ -61,7 +64,7 @@ def flax(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=check_count("growth_interval", growth_interval) + 1,
-        min_scale=floor_or_none("minimum_scale", minimum_scale),
+        min_scale=check_floor("minimum_scale", minimum_scale),
     )
 
 
@@ -71,21 +74,24 @@ def jmp(
     factor: float = 2,
     min_loss_scale: float = 1.0,
 ) -> LossScale:
-    """Jmp's `DynamicLossScale`.
+    """The rule of jmp's `DynamicLossScale`.
 
-        finite step:     c = c + 1;  if c == period: s = s factor, c = 0
-        nonfinite step:  s = max(s / factor, min_loss_scale);  c = 0
+    With scale `s` and count `c` of finite steps, each step does
 
-    The first scale may lie below the floor; the first nonfinite step then raises it.
+        finite:     c = c + 1;  if c == period: s = s * factor, c = 0
+        nonfinite:  s = max(s / factor, min_loss_scale);  c = 0
 
-    Departure: jmp forgets `min_loss_scale` in every `jit` and `tree_map` (its pull
-    request 44); this is the rule that it means.
+    The first scale may lie below the floor. Then the first nonfinite step raises it to
+    the floor.
+
+    Departure: jmp loses its `min_loss_scale` in every `jit` and `tree_map` (see jmp's
+    pull request 44). This is the rule that jmp intends.
 
     Args:
       loss_scale: First scale, from `2**-126` to `2**126`.
-      period: Finite steps to the next growth, at least 1.
-      factor: Factor of growth, and divisor of backoff; above 1.
-      min_loss_scale: Floor of the scale; 0 is `2**-126`.
+      period: Finite steps in a row until the scale grows, at least 1.
+      factor: Growth multiplies the scale by it, and backoff divides by it; above 1.
+      min_loss_scale: Floor of the scale, at least `2**-126`. 0 means `2**-126`.
 
     Returns:
       A `LossScale`.
@@ -97,12 +103,12 @@ def jmp(
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.jmp(8.0, period=1, factor=4)
-      >>> rule.adjust(rule.init(), True).loss_scale
+      >>> rule.adjust(rule.init(), grads_finite=True).loss_scale
       Array(32., dtype=float32)
 
     References:
-      jmp 0.0.4, `jmp/_src/loss_scale.py`. `jmp.StaticLossScale` is
-      `static_loss_scale`, `jmp.NoOpLossScale` is `no_loss_scale`.
+      jmp 0.0.4, `jmp/_src/loss_scale.py`. In this package `jmp.StaticLossScale` is
+      `static_loss_scale`, and `jmp.NoOpLossScale` is `no_loss_scale`.
     """
     factor = check_factor("factor", factor, 1.0, np.inf)
     return uncapped(
@@ -110,5 +116,5 @@ def jmp(
         growth_factor=factor,
         backoff_factor=1.0 / factor,
         growth_interval=check_count("period", period),
-        min_scale=floor_or_none("min_loss_scale", min_loss_scale),
+        min_scale=check_floor("min_loss_scale", min_loss_scale),
     )

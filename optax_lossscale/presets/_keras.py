@@ -10,17 +10,20 @@ from optax_lossscale.presets._rules import uncapped
 def keras(
     initial_scale: float = 32768.0, dynamic_growth_steps: int = 2000
 ) -> LossScale:
-    """Keras 3's `LossScaleOptimizer`, and R's `optimizer_loss_scale`.
+    """The rule of Keras 3's `LossScaleOptimizer`, and of R's `optimizer_loss_scale`.
 
-        finite step:     c = c + 1;  if c == dynamic_growth_steps: s = 2 s, c = 0
-        nonfinite step:  s = s / 2;  c = 0
+    With scale `s` and count `c` of finite steps, each step does
 
-    Departures: Keras has neither floor nor cap. Its scale reaches zero after some 165
-    nonfinite steps, and NaN the parameters; or infinity, and all updates are zero.
+        finite:     c = c + 1;  if c == dynamic_growth_steps: s = 2 * s, c = 0
+        nonfinite:  s = s / 2;  c = 0
+
+    Departure: Keras has neither a floor nor a cap. After about 165 nonfinite steps its
+    scale is zero, and NaN reaches the parameters. If its scale becomes infinite, all
+    updates are zero.
 
     Args:
       initial_scale: First scale, from `2**-126` to `2**126`.
-      dynamic_growth_steps: Finite steps to the next doubling, at least 1.
+      dynamic_growth_steps: Finite steps in a row until the scale doubles, at least 1.
 
     Returns:
       A `LossScale`.
@@ -32,12 +35,12 @@ def keras(
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.keras(initial_scale=8.0, dynamic_growth_steps=1)
-      >>> rule.adjust(rule.init(), True).loss_scale
+      >>> rule.adjust(rule.init(), grads_finite=True).loss_scale
       Array(16., dtype=float32)
 
     References:
-      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`. All of its
-      signature, over any Optax optimizer: `loss_scale_optimizer`.
+      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`. For the whole
+      signature, over any Optax optimizer, see `optax_lossscale.loss_scale_optimizer`.
     """
     return uncapped(
         check_scale("initial_scale", initial_scale),
@@ -50,35 +53,39 @@ def tf_keras(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    """`tf.keras.mixed_precision.LossScaleOptimizer`.
+    """The rule of `tf.keras.mixed_precision.LossScaleOptimizer`.
 
-        finite step:     c = c + 1;  if c >= dynamic_growth_steps: s = 2 s, c = 0
-        nonfinite step:  s = max(s / 2, 1);  c = 0
+    With scale `s` and count `c` of finite steps, each step does
 
-    With `dynamic=False` the scale is `initial_scale` for ever, and NOTHING IS
-    CHECKED: as in tf.keras, NaN and infinity then reach the parameters.
+        finite:     c = c + 1;  if c >= dynamic_growth_steps: s = 2 * s, c = 0
+        nonfinite:  s = max(s / 2, 1);  c = 0
 
-    Departure: a skipped step advances nothing in the inner optimizer, where tf.keras
-    counts an iteration (so Adam's bias correction and schedules move on).
+    **With `dynamic=False` nothing is checked.** The scale is always `initial_scale`,
+    and NaN and infinity reach the parameters, as in tf.keras.
+
+    Departure: tf.keras counts an iteration on a skipped step, so schedules and Adam's
+    bias correction advance. Here a skipped step advances nothing in the inner
+    optimizer.
 
     Args:
       dynamic: Whether the scale changes.
-      initial_scale: First scale, from `2**-126` to `2**126`. None is `2**15`; with
-        `dynamic=False` it is required.
-      dynamic_growth_steps: Finite steps to the next doubling, at least 1. None is
-        2000; refused with `dynamic=False`.
+      initial_scale: First scale, from `2**-126` to `2**126`. None means `2**15`, but a
+        number is required with `dynamic=False`.
+      dynamic_growth_steps: Finite steps in a row until the scale doubles, at least 1.
+        None means 2000, and is the only value allowed with `dynamic=False`.
 
     Returns:
-      A `LossScale`; with `dynamic=False`, one that does not skip.
+      A `LossScale`. With `dynamic=False` it does not skip nonfinite steps.
 
     Raises:
-      ValueError: If a setting is outside its range, missing or refused as above.
+      ValueError: If a setting is outside its range. With `dynamic=False`, also if
+        `initial_scale` is missing or `dynamic_growth_steps` is given.
       TypeError: If a setting is of the wrong kind.
 
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.tf_keras(initial_scale=1.0)
-      >>> rule.adjust(rule.init(), False).loss_scale
+      >>> rule.adjust(rule.init(), grads_finite=False).loss_scale
       Array(1., dtype=float32)
 
     References:
@@ -98,7 +105,7 @@ def tf_keras(
     if initial_scale is None:
         raise ValueError(
             "`initial_scale` must be given with `dynamic=False`, got None. (It is the "
-            "one scale of the run.)"
+            "scale of the whole run.)"
         )
     if dynamic_growth_steps is not None:
         raise ValueError(

@@ -17,19 +17,20 @@ from optax_lossscale.presets._rules import uncapped
 def mindspore_fixed(
     loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> LossScale:
-    """MindSpore's `FixedLossScaleManager`.
+    """The rule of MindSpore's `FixedLossScaleManager`.
 
         s = loss_scale
 
-    With `drop_overflow_update=False` NOTHING IS CHECKED: as in MindSpore, parameters
-    are updated on overflow too, and NaN and infinity reach them.
+    **With `drop_overflow_update=False` nothing is checked.** The parameters are updated
+    on overflow too, and NaN and infinity reach them, as in MindSpore.
 
-    Departure: `loss_scaled` unscales the gradients in either case. In MindSpore, with
-    `drop_overflow_update=False`, the optimizer must be given the same `loss_scale`.
+    Departure: `loss_scaled` unscales the gradients with either setting. In MindSpore,
+    with `drop_overflow_update=False`, you must pass the same `loss_scale` to the
+    optimizer.
 
     Args:
-      loss_scale: The scale, from `2**-126` to `2**126`.
-      drop_overflow_update: Whether a nonfinite step is skipped.
+      loss_scale: The scale of the whole run, from `2**-126` to `2**126`.
+      drop_overflow_update: Whether nonfinite steps are checked for and skipped.
 
     Returns:
       A `LossScale`.
@@ -57,19 +58,21 @@ def mindspore_fixed(
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
 ) -> LossScale:
-    """MindSpore's `DynamicLossScaleManager`, and its `amp.DynamicLossScaler`.
+    """The rule of MindSpore's `DynamicLossScaleManager` and `amp.DynamicLossScaler`.
 
-        finite step:     c = c + 1;  if c == scale_window: s = s scale_factor, c = 0
-        nonfinite step:  s = max(s / scale_factor, 1);  c = 0
+    With scale `s` and count `c` of finite steps, each step does
 
-    Departures: MindSpore raises after 1000 nonfinite steps in a row, here
-    `raise_if_stalled(opt_state, 1000)` does; and it accepts a `scale_factor` of 1 or
-    less, which would turn the rule around.
+        finite:     c = c + 1;  if c == scale_window: s = s * scale_factor, c = 0
+        nonfinite:  s = max(s / scale_factor, 1);  c = 0
+
+    Departures: MindSpore raises an error after 1000 nonfinite steps in a row; here,
+    call `raise_if_stalled(opt_state, 1000)`. MindSpore also accepts a `scale_factor` of
+    1 or less, which would exchange growth and backoff; here it is refused.
 
     Args:
       init_loss_scale: First scale, from `2**-126` to `2**126`.
-      scale_factor: Factor of growth, and divisor of backoff; above 1.
-      scale_window: Finite steps to the next growth, at least 1.
+      scale_factor: Growth multiplies by it, and backoff divides by it; above 1.
+      scale_window: Finite steps in a row until the scale grows, at least 1.
 
     Returns:
       A `LossScale`.
@@ -81,12 +84,12 @@ def mindspore_dynamic(
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.mindspore_dynamic(scale_factor=4, scale_window=3000)
-      >>> state = rule.adjust(rule.init(), False)
+      >>> state = rule.adjust(rule.init(), grads_finite=False)
       >>> float(state.loss_scale) == 2.0**22
       True
 
     References:
-      MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py`,
+      MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py` and
       `mindspore/python/mindspore/amp.py`.
     """
     factor = check_factor("scale_factor", scale_factor, 1.0, np.inf)

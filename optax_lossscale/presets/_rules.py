@@ -18,28 +18,29 @@ from optax_lossscale._state import LossScaleState
 
 
 class DeepSpeedRuleState(NamedTuple):
-    """What DeepSpeed's rule carries beside the scale.
+    """The counts that DeepSpeed's rule carries beside the scale.
 
     Attributes:
-      growth_count: `i32[]`, steps. Finite steps since the last growth; since the start
-        or the last nonfinite step, one less than those.
-      hysteresis_count: `i32[]`, steps. As in the classic rule.
+      growth_count: `i32[]`, steps. Finite steps since the last growth. After the start
+        or a nonfinite step it counts from -1.
+      hysteresis_count: `i32[]`, steps. As in `DynamicRuleState`.
     """
 
     growth_count: jax.Array
     hysteresis_count: jax.Array
 
 
-LateRuleState = DeepSpeedRuleState  # The name in pickles of version 0.1.0.
+LateRuleState = DeepSpeedRuleState  # Pickles of version 0.1.0 use this name.
 
 
 class FairseqRuleState(NamedTuple):
-    """What fairseq's rule carries beside the scale.
+    """The counts that fairseq's rule carries beside the scale.
 
     Attributes:
       growth_count: `i32[]`, steps. Finite steps since the last growth or nonfinite
         step.
-      rescale_count: `i32[]`, steps. All steps since the scale last changed.
+      rescale_count: `i32[]`, steps. All steps, finite or not, since the scale last
+        changed.
       overflow_count: `i32[]`, steps. Nonfinite steps since the last backoff.
     """
 
@@ -48,8 +49,8 @@ class FairseqRuleState(NamedTuple):
     overflow_count: jax.Array
 
 
-def floor_or_none(name: str, value: float | None) -> float:
-    """Returns a floor; None and 0 mean no floor, which is `2**-126` here."""
+def check_floor(name: str, value: float | None) -> float:
+    """Returns a floor. None and 0 mean no floor, for which it returns `2**-126`."""
     if value is None or (not isinstance(value, bool) and value == 0):
         return SMALLEST_SCALE
     return check_scale(name, value)
@@ -63,9 +64,14 @@ def uncapped(
     growth_interval: int,
     min_scale: float = SMALLEST_SCALE,
     hysteresis: int = 1,
-    consecutive: bool = True,
+    refill_on_finite: bool = True,
 ) -> LossScale:
-    """The classic rule without a cap: a growth beyond `2**126` changes nothing."""
+    """The classic rule, `dynamic_loss_scale`, without a cap.
+
+    A growth beyond `2**126` is refused: the scale stays as it is, and the count of
+    finite steps restarts. With `refill_on_finite=True` every finite step refills the
+    hysteresis; otherwise only growth does.
+    """
     classic = dynamic_loss_scale(
         init_scale,
         growth_factor=growth_factor,
@@ -74,7 +80,7 @@ def uncapped(
         min_scale=min_scale,
         max_scale=LARGEST_SCALE,
         hysteresis=hysteresis,
-        hysteresis_refill="finite" if consecutive else "growth",
+        hysteresis_refill="finite" if refill_on_finite else "growth",
     )
 
     def adjust(
@@ -83,22 +89,23 @@ def uncapped(
         grads_max: jax.typing.ArrayLike | None = None,
     ) -> LossScaleState:
         adjusted = classic.adjust(state, grads_finite, grads_max)
-        refuse = state.loss_scale * growth_factor > LARGEST_SCALE
-        keep = adjusted.last_finite & refuse
-        s = jnp.where(keep, state.loss_scale, adjusted.loss_scale)
+        is_too_large = state.loss_scale * growth_factor > LARGEST_SCALE
+        is_refused = adjusted.last_finite & is_too_large
+        s = jnp.where(is_refused, state.loss_scale, adjusted.loss_scale)
         return adjusted._replace(loss_scale=s)
 
     return LossScale(classic.init, adjust)
 
 
-def deepspeed_rule(rule: LossScale) -> LossScale:
-    """DeepSpeed's rule: the classic one, but its count of finite steps starts at -1.
+def deepspeed_rule(classic: LossScale) -> LossScale:
+    """Makes DeepSpeed's rule from the classic one.
 
-    So the first growth after the start or after a nonfinite step comes one step late.
+    The count of finite steps starts at -1, so the first growth after the start or after
+    a nonfinite step comes one step later than in the classic rule.
     """
 
     def init() -> LossScaleState:
-        return start_late(rule.init(), counting=jnp.asarray(False))
+        return delay_growth(classic.init(), unless=jnp.asarray(False))
 
     def adjust(
         state: LossScaleState,
@@ -107,12 +114,13 @@ def deepspeed_rule(rule: LossScale) -> LossScale:
     ) -> LossScaleState:
         rule_state = DynamicRuleState(*state.rule_state)
         state = state._replace(rule_state=rule_state)
-        state = rule.adjust(state, grads_finite, grads_max)
-        return start_late(state, counting=state.last_finite)
+        state = classic.adjust(state, grads_finite, grads_max)
+        return delay_growth(state, unless=state.last_finite)
 
-    def start_late(state: LossScaleState, counting: jax.Array) -> LossScaleState:
+    def delay_growth(state: LossScaleState, *, unless: jax.Array) -> LossScaleState:
+        """Sets the count of finite steps to -1, except where `unless` is True."""
         growth_count, hysteresis_count = state.rule_state
-        count = jnp.where(counting, growth_count, -1)
+        count = jnp.where(unless, growth_count, -1)
         return state._replace(rule_state=DeepSpeedRuleState(count, hysteresis_count))
 
     return LossScale(init, adjust)
@@ -127,9 +135,10 @@ def fairseq_rule(
     threshold: float,
     min_loss_scale: float,
 ) -> LossScale:
-    """Fairseq's rule; `presets.fairseq` gives its formula."""
-    # Slightly lower, so that 3 of 10 reaches 0.3 even if the division is inexact.
-    tolerated = tolerance * (1.0 - 2.0**-20)
+    """Fairseq's rule. The docstring of `presets.fairseq` gives the formula."""
+    # Slightly lower, because a quotient may be rounded down: 3 overflows in 10 steps
+    # must reach a tolerance of 0.3.
+    lowered_tolerance = tolerance * (1.0 - 2.0**-20)
 
     def init() -> LossScaleState:
         rule_state = FairseqRuleState(
@@ -146,22 +155,22 @@ def fairseq_rule(
     ) -> LossScaleState:
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
-        growth_count, since, overflows = state.rule_state
-        finite_count = optax.safe_increment(growth_count)
-        since = optax.safe_increment(since)
-        overflows = jnp.where(finite, overflows, optax.safe_increment(overflows))
-        overflow_rate = overflows.astype(jnp.float32) / since.astype(jnp.float32)
-        grow = finite & (finite_count >= scale_window)
-        back_off = ~finite & (overflow_rate >= tolerated)
+        growth_count, rescale_count, overflow_count = state.rule_state
+        c = optax.safe_increment(growth_count)
+        r = optax.safe_increment(rescale_count)
+        o = jnp.where(finite, overflow_count, optax.safe_increment(overflow_count))
+        overflow_rate = o.astype(jnp.float32) / r.astype(jnp.float32)
+        grow = finite & (c >= scale_window)
+        back_off = ~finite & (overflow_rate >= lowered_tolerance)
 
         s = state.loss_scale
         larger, smaller = s * scale_factor, jnp.maximum(s / scale_factor, threshold)
         s = jnp.where(grow & (larger <= LARGEST_SCALE), larger, s)
         s = jnp.where(back_off & (smaller > min_loss_scale), smaller, s)
         rule_state = FairseqRuleState(
-            growth_count=jnp.where(finite & ~grow, finite_count, 0),
-            rescale_count=jnp.where(grow | back_off, 0, since),
-            overflow_count=jnp.where(back_off, 0, overflows),
+            growth_count=jnp.where(finite & ~grow, c, 0),
+            rescale_count=jnp.where(grow | back_off, 0, r),
+            overflow_count=jnp.where(back_off, 0, o),
         )
         return count_step(state, finite, s, rule_state)
 

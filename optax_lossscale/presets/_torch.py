@@ -1,4 +1,4 @@
-"""PyTorch's rule, and a run carried across from there and back."""
+"""PyTorch's rule, and conversion from and to the state dict of its `GradScaler`."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ def torch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
-    """PyTorch's `torch.amp.GradScaler`.
+    """The rule of PyTorch's `torch.amp.GradScaler`.
 
-        finite step:     t = t + 1;  if t == growth_interval: s = s growth_factor, t = 0
-        nonfinite step:  s = s backoff_factor;  t = 0
+    With scale `s` and count `t` of finite steps, each step does
 
-    Growth that float32 does not hold is refused, and the count starts again.
+        finite:     t = t + 1;  if t == growth_interval: s = s * growth_factor, t = 0
+        nonfinite:  s = s * backoff_factor;  t = 0
 
-    Departure: PyTorch has no floor and reaches zero, after 166 nonfinite steps.
+    A growth beyond the range of float32 is refused, and the count restarts.
+
+    Departure: PyTorch has no floor, so its scale reaches zero after 166 nonfinite
+    steps.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
       growth_factor: Above 1.
       backoff_factor: Strictly between 0 and 1.
-      growth_interval: Finite steps to the next growth, at least 1.
-      enabled: False is `no_loss_scale()`, whatever else is set.
+      growth_interval: Finite steps in a row until the scale grows, at least 1.
+      enabled: Whether to scale at all. If False, the other settings are ignored.
 
     Returns:
-      A `LossScale`.
+      A `LossScale`. With `enabled=False` it is `no_loss_scale()`.
 
     Raises:
       ValueError: If a setting is outside its range.
@@ -56,7 +59,7 @@ def torch(
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.torch(8.0, growth_interval=1)
-      >>> rule.adjust(rule.init(), True).loss_scale
+      >>> rule.adjust(rule.init(), grads_finite=True).loss_scale
       Array(16., dtype=float32)
       >>> ols.presets.torch(enabled=False) == ols.no_loss_scale()
       True
@@ -78,27 +81,29 @@ def torch(
 def from_torch_state_dict(
     state_dict: Mapping[str, Any],
 ) -> tuple[LossScale, LossScaleState]:
-    """Makes rule and state from what `torch.amp.GradScaler.state_dict()` returned.
+    """Makes a rule and its state from a `torch.amp.GradScaler.state_dict()`.
 
         s = state_dict["scale"];  growth_count = state_dict["_growth_tracker"]
 
-    The run goes on where PyTorch's left off: `rule.init()` is that state, so that
-    `loss_scaled(optimizer, rule)` starts with it. (A tracker already beyond the
-    interval grows at the next finite step; PyTorch, which tests `==`, would wait for
-    an overflow.)
+    Use it to continue a run that was started in PyTorch: `rule.init()` returns the
+    restored state, so `loss_scaled(optimizer, rule)` starts from it. If the tracker is
+    already beyond the interval, the scale grows on the next finite step. (PyTorch tests
+    `==`, so its scale would not grow before an overflow resets the tracker.)
 
     Args:
-      state_dict: The five entries `scale`, `growth_factor`, `backoff_factor`,
-        `growth_interval` and `_growth_tracker`; numbers, or arrays of one.
+      state_dict: A mapping with the five entries `scale`, `growth_factor`,
+        `backoff_factor`, `growth_interval` and `_growth_tracker`. Each value is a
+        number, or an array with one entry.
 
     Returns:
-      `(rule, state)`: `presets.torch` with those settings, which starts at that scale
-      and count; and that first state. What PyTorch does not save starts at zero.
+      `(rule, state)`. The rule is `presets.torch` with the saved settings, and it
+      starts from the state. The state holds the saved scale and growth count; the
+      counts of steps, which PyTorch does not save, are zero.
 
     Raises:
-      ValueError: If a key is missing or unknown (it names them), or a value outside
-        its range, such as a scale that has collapsed to zero.
-      TypeError: If `state_dict` is no mapping, or a value of the wrong kind.
+      ValueError: If a key is missing or unknown (the message names it), or if a value
+        is outside its range, such as a scale that has collapsed to zero.
+      TypeError: If `state_dict` is not a mapping, or a value is of the wrong kind.
 
     Example:
       >>> import optax_lossscale as ols
@@ -109,7 +114,7 @@ def from_torch_state_dict(
       ...     "growth_interval": 2000,
       ...     "_growth_tracker": 1999,
       ... })
-      >>> rule.adjust(state, True).loss_scale
+      >>> rule.adjust(state, grads_finite=True).loss_scale
       Array(2048., dtype=float32)
 
     References:
@@ -120,9 +125,9 @@ def from_torch_state_dict(
     given = set(state_dict)
     if given != _KEYS:
         raise ValueError(
-            "`state_dict` must be that of an enabled GradScaler, got missing keys "
+            "`state_dict` must come from an enabled GradScaler, got missing keys "
             f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}. "
-            "(That of a disabled one is empty: use `no_loss_scale()`.)"
+            "(The dict of a disabled one is empty; use `no_loss_scale()` for it.)"
         )
     entries = {key: _as_number(key, value) for key, value in state_dict.items()}
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
@@ -146,27 +151,29 @@ def to_torch_state_dict(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> dict[str, float | int]:
-    """Makes what `torch.amp.GradScaler.load_state_dict` takes.
+    """Makes a dict for `torch.amp.GradScaler.load_state_dict`.
 
         {"scale": s, "_growth_tracker": growth_count, ...the settings}
 
-    The state does not know its rule's settings: give them again where they are not
-    PyTorch's defaults. PyTorch has no place for hysteresis and the counts of skips.
+    Use it outside `jit`, to continue a run in PyTorch. A state does not hold the
+    settings of its rule, so pass them again if they differ from PyTorch's defaults. The
+    hysteresis and the counts of skipped steps are dropped, because PyTorch has no place
+    for them.
 
     Args:
-      state: A `LossScaleState` of a rule that counts as PyTorch's does
-        (`presets.torch`, `dynamic_loss_scale`), or any pytree that holds exactly one,
-        such as an optimizer state. Concrete: this is for use outside `jit`.
-      growth_factor: As the rule was made with; above 1.
-      backoff_factor: Likewise; strictly between 0 and 1.
-      growth_interval: Likewise, finite steps; at least 1.
+      state: A `LossScaleState` of a rule that counts as PyTorch does (`presets.torch`,
+        `dynamic_loss_scale`), or any pytree that holds exactly one, such as an
+        optimizer state. Its arrays must be concrete.
+      growth_factor: Growth factor of the rule, above 1.
+      backoff_factor: Backoff factor of the rule, strictly between 0 and 1.
+      growth_interval: Growth interval of the rule, in finite steps, at least 1.
 
     Returns:
-      A dict of the five entries, Python numbers.
+      A dict with the five entries of PyTorch, as Python numbers.
 
     Raises:
-      ValueError: If `state` is of a rule that keeps no such count, or a setting is
-        outside its range.
+      ValueError: If `state` holds no `LossScaleState` or several, if its rule does not
+        keep such a count, or if a setting is outside its range.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -183,7 +190,7 @@ def to_torch_state_dict(
     if not isinstance(state.rule_state, DynamicRuleState):
         raise ValueError(
             "`state` must be that of a dynamic rule such as `presets.torch`, got "
-            f"`rule_state` {state.rule_state!r}. (GradScaler has no other.)"
+            f"`rule_state` {state.rule_state!r}. (GradScaler has no other rule.)"
         )
     check_factor("growth_factor", growth_factor, 1.0, np.inf)
     check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
@@ -197,7 +204,7 @@ def to_torch_state_dict(
 
 
 def _as_number(name: str, value: Any) -> Any:
-    """The one number of an array or a tensor, anything else as it is."""
+    """Unwraps the number in an array or a tensor; leaves other values unchanged."""
     if np.size(value) != 1:
         raise TypeError(f"`{name}` must be one number, got {value!r}.")
     return value.item() if hasattr(value, "item") else value

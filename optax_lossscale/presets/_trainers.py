@@ -1,4 +1,4 @@
-"""The rules of those who train at large on PyTorch."""
+"""The rules of apex, Megatron-LM, DeepSpeed and fairseq."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from optax_lossscale._checks import (
 )
 from optax_lossscale._rules import LossScale, dynamic_loss_scale
 from optax_lossscale.presets._rules import (
+    check_floor,
     deepspeed_rule,
     fairseq_rule,
-    floor_or_none,
     uncapped,
 )
 
@@ -26,27 +26,30 @@ def apex(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> LossScale:
-    """NVIDIA apex's `amp.scaler.LossScaler`.
+    """The rule of NVIDIA apex's `amp.scaler.LossScaler`.
 
-        start:           s = min(init_scale, max_loss_scale)
-        finite step:     u = u + 1
-                         if u == scale_window: s = min(2 s, max_loss_scale), u = 0
-        nonfinite step:  s = max(s / 2, min_loss_scale);  u = 0
+    With scale `s` and count `u` of finite steps, the rule is
 
-    Departure: apex adjusts once a loss, this once a step; several losses: one state
-    each (the notebook `06_coming_from` has the recipe).
+        start:      s = min(init_scale, max_loss_scale)
+        finite:     u = u + 1
+                    if u == scale_window: s = min(2 * s, max_loss_scale), u = 0
+        nonfinite:  s = max(s / 2, min_loss_scale);  u = 0
+
+    Departure: apex adjusts its scale once for each loss, while this rule adjusts it
+    once in each step. If you have several losses, keep one state for each loss; the
+    notebook `06_coming_from` shows how.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
-      scale_window: Finite steps to the next doubling, at least 1.
-      min_loss_scale: Floor of the scale; None is `2**-126`.
+      scale_window: Finite steps in a row until the scale doubles, at least 1.
+      min_loss_scale: Floor of the scale, at least `2**-126`. None means `2**-126`.
       max_loss_scale: Cap of the scale, at most `2**126`.
 
     Returns:
       A `LossScale`.
 
     Raises:
-      ValueError: If a setting is outside its range.
+      ValueError: If a setting is outside its range, or the floor exceeds the cap.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -58,7 +61,7 @@ def apex(
       apex before its pull request 1896, `apex/amp/scaler.py`.
     """
     cap = check_scale("max_loss_scale", max_loss_scale)
-    floor = floor_or_none("min_loss_scale", min_loss_scale)
+    floor = check_floor("min_loss_scale", min_loss_scale)
     if floor > cap:
         raise ValueError(
             f"`min_loss_scale` must be at most `max_loss_scale`, got {floor} and {cap}."
@@ -79,26 +82,30 @@ def megatron(
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> LossScale:
-    """Megatron-LM's `DynamicGradScaler`.
+    """The rule of Megatron-LM's `DynamicGradScaler`.
 
-        finite step:     t = t + 1
-                         if t == growth_interval: s = s growth_factor, t = 0,
-                                                  h = hysteresis
-        nonfinite step:  t = 0;  h = h - 1
-                         if h <= 0: s = max(s backoff_factor, min_scale)
+    With scale `s`, count `t` of finite steps, and `h` nonfinite steps left before the
+    scale backs off, each step does
 
-    Only growth refills `h`: once used up, every nonfinite step backs off until
-    `growth_interval` finite ones pass. (Megatron's docstring says "consecutive".)
+        finite:     t = t + 1
+                    if t == growth_interval:
+                        s = s * growth_factor, t = 0, h = hysteresis
+        nonfinite:  t = 0;  h = h - 1
+                    if h <= 0: s = max(s * backoff_factor, min_scale)
+
+    Only growth refills `h`. Once `h` is used up, every nonfinite step backs off until
+    `growth_interval` finite steps in a row have passed. (Megatron's docstring says that
+    only consecutive nonfinite steps count, but its code counts as above.)
 
     Departure: Megatron's scale can grow to infinity.
 
     Args:
       initial_scale: First scale, from `2**-126` to `2**126`.
-      min_scale: Floor of the scale; 0 is `2**-126`.
+      min_scale: Floor of the scale, at least `2**-126`. 0 means `2**-126`.
       growth_factor: Above 1.
       backoff_factor: Strictly between 0 and 1.
-      growth_interval: Finite steps to the next growth, at least 1.
-      hysteresis: Nonfinite steps that it takes to back off, at least 1.
+      growth_interval: Finite steps in a row until the scale grows, at least 1.
+      hysteresis: How many nonfinite steps it takes to back off, at least 1.
 
     Returns:
       A `LossScale`.
@@ -112,7 +119,7 @@ def megatron(
       >>> rule = ols.presets.megatron(initial_scale=8.0)
       >>> state = rule.init()
       >>> for _ in range(3):
-      ...     state = rule.adjust(state, False)
+      ...     state = rule.adjust(state, grads_finite=False)
       ...     print(state.loss_scale)
       8.0
       4.0
@@ -126,9 +133,9 @@ def megatron(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=floor_or_none("min_scale", min_scale),
+        min_scale=check_floor("min_scale", min_scale),
         hysteresis=hysteresis,
-        consecutive=False,
+        refill_on_finite=False,
     )
 
 
@@ -139,33 +146,37 @@ def deepspeed(
     delayed_shift: int = 1,
     consecutive_hysteresis: bool = False,
 ) -> LossScale:
-    """DeepSpeed's `DynamicLossScaler`.
+    """The rule of DeepSpeed's `DynamicLossScaler`.
 
-        start:           c = -1;  h = delayed_shift
-        finite step:     c = c + 1;  if consecutive_hysteresis: h = delayed_shift
-                         if c == scale_window: s = 2 s, c = 0, h = delayed_shift
-        nonfinite step:  c = -1
-                         if h == 1: s = max(s / 2, min_scale)  else: h = h - 1
+    With scale `s`, count `c` of finite steps, and `h` nonfinite steps left before the
+    scale backs off, the rule is
 
-    So growth comes on finite step `scale_window + 1` after the start and after each
-    nonfinite step, and then every `scale_window` finite steps. (DeepSpeed before its
-    pull request 6976 of June 2025 was not late: that is `presets.megatron` with these
-    settings.)
+        start:      c = -1;  h = delayed_shift
+        finite:     c = c + 1;  if consecutive_hysteresis: h = delayed_shift
+                    if c == scale_window: s = 2 * s, c = 0, h = delayed_shift
+        nonfinite:  c = -1
+                    if h == 1: s = max(s / 2, min_scale)  else: h = h - 1
 
-    In DeepSpeed's JSON, under `fp16`: `init_scale` is `2**initial_scale_power`,
-    `scale_window` is `loss_scale_window`, `min_scale` is `min_loss_scale`, and
-    `delayed_shift` is `hysteresis`; a `loss_scale` other than 0 is
-    `static_loss_scale`.
+    So the scale grows on finite step `scale_window + 1` after the start or a nonfinite
+    step, and then every `scale_window` finite steps. (Before its pull request 6976 of
+    June 2025, DeepSpeed's first growth was not late. For that rule, use
+    `presets.megatron` with these settings.)
 
-    Departure: DeepSpeed can raise at `min_scale` (`raise_error_at_min_scale`).
+    In the `fp16` section of DeepSpeed's JSON file the settings have other names:
+    `init_scale` is `2**initial_scale_power`, `scale_window` is `loss_scale_window`,
+    `min_scale` is `min_loss_scale`, and `delayed_shift` is `hysteresis`. A `loss_scale`
+    other than 0 in that section corresponds to `static_loss_scale`.
+
+    Departure: DeepSpeed can raise an error at `min_scale`, if its option
+    `raise_error_at_min_scale` is set.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
       scale_window: Finite steps from one growth to the next, at least 1.
-      min_scale: Floor of the scale; 0 is `2**-126`.
-      delayed_shift: Nonfinite steps that it takes to back off, at least 1.
-      consecutive_hysteresis: Whether any finite step refills that allowance, and not
-        only growth.
+      min_scale: Floor of the scale, at least `2**-126`. 0 means `2**-126`.
+      delayed_shift: How many nonfinite steps it takes to back off, at least 1.
+      consecutive_hysteresis: Whether every finite step refills `h`. If False, only
+        growth does.
 
     Returns:
       A `LossScale`.
@@ -179,7 +190,7 @@ def deepspeed(
       >>> rule = ols.presets.deepspeed(8.0, scale_window=1)
       >>> state = rule.init()
       >>> for _ in range(3):
-      ...     state = rule.adjust(state, True)
+      ...     state = rule.adjust(state, grads_finite=True)
       ...     print(state.loss_scale)
       8.0
       16.0
@@ -191,9 +202,9 @@ def deepspeed(
     rule = uncapped(
         check_scale("init_scale", init_scale),
         growth_interval=check_count("scale_window", scale_window),
-        min_scale=floor_or_none("min_scale", min_scale),
+        min_scale=check_floor("min_scale", min_scale),
         hysteresis=check_count("delayed_shift", delayed_shift),
-        consecutive=check_flag("consecutive_hysteresis", consecutive_hysteresis),
+        refill_on_finite=check_flag("consecutive_hysteresis", consecutive_hysteresis),
     )
     return deepspeed_rule(rule)
 
@@ -206,32 +217,34 @@ def fairseq(
     threshold: float | None = None,
     min_loss_scale: float = 1e-4,
 ) -> LossScale:
-    """Fairseq's `DynamicLossScaler`.
+    """The rule of fairseq's `DynamicLossScaler`.
 
-    With all steps since the scale last changed `r`, this one included, and nonfinite
-    steps since the last backoff `o`:
+    With scale `s`, count `c` of finite steps, `r` steps since the scale last changed,
+    and `o` nonfinite steps since the last backoff, each step does
 
-        finite step:     c = c + 1
-                         if c == scale_window: s = s scale_factor, c = r = 0
-        nonfinite step:  c = 0;  o = o + 1
-                         if o / r >= tolerance:
-                             s = max(s / scale_factor, threshold);  r = o = 0
+        finite:     r = r + 1;  c = c + 1
+                    if c == scale_window: s = s * scale_factor, c = r = 0
+        nonfinite:  r = r + 1;  o = o + 1;  c = 0
+                    if o / r >= tolerance:
+                        s = max(s / scale_factor, threshold), r = o = 0
 
-    On its command line these are `--fp16-init-scale`, `--fp16-scale-window`,
-    `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`, with
-    other defaults.
+    On fairseq's command line, `init_scale`, `scale_window`, `tolerance`, `threshold`
+    and `min_loss_scale` are called `--fp16-init-scale`, `--fp16-scale-window`,
+    `--fp16-scale-tolerance`, `--threshold-loss-scale` and `--min-loss-scale`, and they
+    have other defaults.
 
-    Departure: where `s` would come to `min_loss_scale` or below, fairseq puts back the
-    value before and raises; this keeps that value and goes on skipping, which
-    `notfinite_count` shows.
+    Departure: if backoff would take `s` to `min_loss_scale` or below, fairseq puts back
+    the previous scale and raises an error. This rule keeps the previous scale and
+    continues to skip nonfinite steps, which `notfinite_count` counts.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.
-      scale_factor: Factor of growth, and divisor of backoff; above 1.
-      scale_window: Finite steps to the next growth, at least 1.
-      tolerance: Share of nonfinite steps that does not yet back off, from 0 to 1.
-      threshold: Floor of the scale; None is `2**-126`.
-      min_loss_scale: The scale stays above this; at least 0.
+      scale_factor: Growth multiplies by it, and backoff divides by it; above 1.
+      scale_window: Finite steps in a row until the scale grows, at least 1.
+      tolerance: The share `o / r` of nonfinite steps at which the scale backs off, from
+        0 to 1.
+      threshold: Floor of the scale, at least `2**-126`. None means `2**-126`.
+      min_loss_scale: Backoff never takes the scale to this number or below. At least 0.
 
     Returns:
       A `LossScale`.
@@ -244,8 +257,8 @@ def fairseq(
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.fairseq(8.0, tolerance=0.5)
       >>> state = rule.init()
-      >>> for finite in [True, True, False, False]:
-      ...     state = rule.adjust(state, finite)
+      >>> for grads_finite in [True, True, False, False]:
+      ...     state = rule.adjust(state, grads_finite)
       ...     print(state.loss_scale)
       8.0
       8.0
@@ -260,6 +273,6 @@ def fairseq(
         scale_factor=check_factor("scale_factor", scale_factor, 1.0, np.inf),
         scale_window=check_count("scale_window", scale_window),
         tolerance=check_number("tolerance", tolerance, 0.0, 1.0),
-        threshold=floor_or_none("threshold", threshold),
+        threshold=check_floor("threshold", threshold),
         min_loss_scale=check_number("min_loss_scale", min_loss_scale, 0.0),
     )
