@@ -1,5 +1,6 @@
 """Replays every recorded trajectory of the real systems; see data/README.md."""
 
+import functools
 import json
 import pathlib
 
@@ -69,13 +70,20 @@ def test_every_recorded_file_is_replayed():
     assert {path.stem for path in DATA.glob("*.json")} == replayed
 
 
+@functools.cache
+def rule_over_history(system, config):
+    """Runs a preset over a history; compiled once for all traces of one setting."""
+    rule = PRESETS[system](**dict(config))
+    return jax.jit(lambda finite: states_after(rule, finite))
+
+
 @pytest.mark.parametrize(("system", "trace"), TRACES)
 def test_the_scale_of_a_preset_follows_its_system(system, trace):
     config = dict(trace["config"])
     for name in NO_SETTING.get(system, []):
         del config[name]
-    rule = PRESETS[system](**config)
-    states = states_after(rule, trace["finite"])
+    run = rule_over_history(system, tuple(config.items()))
+    states = run(np.asarray(trace["finite"]))
     ours = np.asarray(states.loss_scale, np.float64)
     exact = all(
         is_power_of_two(value) for name, value in config.items() if "factor" in name
