@@ -1,6 +1,5 @@
 """Replays every recorded trajectory of the real systems; see data/README.md."""
 
-import functools
 import json
 import pathlib
 
@@ -57,8 +56,14 @@ def is_power_of_two(value):
     return np.frexp(value)[0] == 0.5
 
 
+KINDS = 7  # The fast command replays one trace of each kind, the slow one the rest.
 TRACES = [
-    pytest.param(system, trace, id=f"{system}-{i}-{trace['kind']}")
+    pytest.param(
+        system,
+        trace,
+        id=f"{system}-{i}-{trace['kind']}",
+        marks=[pytest.mark.slow] if i >= KINDS else [],
+    )
     for system in PRESETS
     for i, trace in enumerate(read(f"{system}_scale")["traces"])
 ]
@@ -70,20 +75,13 @@ def test_every_recorded_file_is_replayed():
     assert {path.stem for path in DATA.glob("*.json")} == replayed
 
 
-@functools.cache
-def rule_over_history(system, config):
-    """Runs a preset over a history; compiled once for all traces of one setting."""
-    rule = PRESETS[system](**dict(config))
-    return jax.jit(lambda finite: states_after(rule, finite))
-
-
 @pytest.mark.parametrize(("system", "trace"), TRACES)
 def test_the_scale_of_a_preset_follows_its_system(system, trace):
     config = dict(trace["config"])
     for name in NO_SETTING.get(system, []):
         del config[name]
-    run = rule_over_history(system, tuple(config.items()))
-    states = run(np.asarray(trace["finite"]))
+    rule = PRESETS[system](**config)
+    states = states_after(rule, trace["finite"])
     ours = np.asarray(states.loss_scale, np.float64)
     exact = all(
         is_power_of_two(value) for name, value in config.items() if "factor" in name
