@@ -267,13 +267,13 @@ DIVIDING = [
 ]
 
 
-SLOW_IN_BFLOAT16 = [
+HALF_DTYPES = [
     jnp.float16,
     pytest.param(jnp.bfloat16, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("dtype", SLOW_IN_BFLOAT16)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(
     "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]
 )
