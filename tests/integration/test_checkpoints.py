@@ -113,7 +113,7 @@ TOOLS = [
     with_flax,
     with_numpy,
     with_orbax,
-    with_orbax_without_a_target,
+    pytest.param(with_orbax_without_a_target, marks=pytest.mark.slow),
 ]
 
 

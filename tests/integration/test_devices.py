@@ -245,7 +245,7 @@ def max_rule():
 
 @PACKED
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("leaves", [1, 12])
+@pytest.mark.parametrize("leaves", [pytest.param(1, marks=pytest.mark.slow), 12])
 @pytest.mark.parametrize(
     ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
 )
@@ -302,7 +302,14 @@ def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axe
         assert set(result) == {"pred[]"}
 
 
-@pytest.mark.parametrize("axis_name", ["data", ("data", "model"), ["data", "model"]])
+@pytest.mark.parametrize(
+    "axis_name",
+    [
+        "data",
+        ("data", "model"),
+        pytest.param(["data", "model"], marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("check_updates", "expected"), [(False, 1), (True, 2)])
 def test_in_shard_map_the_check_needs_one_collective(

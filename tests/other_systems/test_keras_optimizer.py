@@ -115,12 +115,12 @@ AVERAGES = [
     {"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": 2},
 ]
 WINDOWS = [{}, {"gradient_accumulation_steps": 3}]
-# The slow command runs three together, the fast one fewer, and all four.
+# The fast command runs each alone and all four together, the slow one the others.
 TOGETHER = [
     pytest.param(
         {key: value for option in options for key, value in option.items()},
         id="-".join(key for option in options for key in option),
-        marks=[pytest.mark.slow] if sum(map(bool, options)) == 3 else [],
+        marks=[pytest.mark.slow] if sum(map(bool, options)) in (2, 3) else [],
     )
     for options in itertools.product(CLIPS, DECAYS, AVERAGES, WINDOWS)
 ]

@@ -56,8 +56,14 @@ def is_power_of_two(value):
     return np.frexp(value)[0] == 0.5
 
 
+KINDS = 7  # The fast command replays one trace of each kind, the slow one the rest.
 TRACES = [
-    pytest.param(system, trace, id=f"{system}-{i}-{trace['kind']}")
+    pytest.param(
+        system,
+        trace,
+        id=f"{system}-{i}-{trace['kind']}",
+        marks=[pytest.mark.slow] if i >= KINDS else [],
+    )
     for system in PRESETS
     for i, trace in enumerate(read(f"{system}_scale")["traces"])
 ]

@@ -40,7 +40,10 @@ def compiled_step(tx, dtype, cast):
     return lowered.compile()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float32],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
     bare = lenient(OPTIMIZERS[name])

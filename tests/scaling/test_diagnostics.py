@@ -67,7 +67,10 @@ def expected_histogram(values, low, high):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("low", "high"), [(-40, 20), (-149, 127), (0, 0)])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-40, 20), (-149, 127), pytest.param(0, 0, marks=pytest.mark.slow)],
+)
 def test_the_histogram_is_exact_over_the_whole_range(dtype, low, high):
     values = values_of(dtype)
     histogram = jax.jit(
@@ -262,7 +265,10 @@ def test_a_dtype_that_is_not_floating_is_refused(function):
         function(jnp.ones(1), dtype=jnp.int8)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type",
+    [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
+)
 def test_diagnostics_can_read_sharded_leaves(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))

@@ -136,7 +136,8 @@ def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
     assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]
 
 
-SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+# Few sizes, as operations are compiled anew for each.
+SIZES = st.lists(st.sampled_from([0, 1, 4, 9]), min_size=1, max_size=4)
 
 
 def concatenated(leaves):

@@ -267,7 +267,13 @@ DIVIDING = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+HALF_DTYPES = [
+    jnp.float16,
+    pytest.param(jnp.bfloat16, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(
     "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]
 )
@@ -435,7 +441,14 @@ def root_mean_square(learning_rate):
     return optax.GradientTransformation(lambda params: jnp.asarray(0), update)
 
 
-@pytest.mark.parametrize("make", [root_mean_square, *DIVIDING])
+@pytest.mark.parametrize(
+    "make",
+    [
+        root_mean_square,
+        optax.adam,
+        *(pytest.param(make, marks=pytest.mark.slow) for make in DIVIDING[1:]),
+    ],
+)
 def test_check_updates_skips_a_step_whose_zero_gradient_gives_a_nan_update(make):
     inner = in_float16(make(0.1))
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
