@@ -11,10 +11,11 @@ Train with a scaled loss:
 Choose how the loss scale changes:
 
 * `dynamic_loss_scale` grows and backs off; `smooth_loss_scale` grows in small steps;
-  `headroom_loss_scale` follows the largest gradient; `static_loss_scale` stays, and
+  `headroom_loss_scale` follows the largest gradient; `static_loss_scale` never changes;
   `no_loss_scale` does nothing;
-* `presets` has the rules of PyTorch, Keras, MindSpore, Flax and others by their names;
-* `LossScale` is what every rule is, also one of your own.
+* `presets` has the rules of PyTorch, Keras, MindSpore, Flax and others, under the names
+  that these systems use;
+* `LossScale` is the type of every rule, which you can also make yourself.
 
 Run a float32 model in half precision:
 

@@ -33,25 +33,25 @@ class Split(NamedTuple):
 
 def split(x: jax.Array) -> Split:
     """Splits real floating numbers exactly, subnormal numbers included."""
-    wide, unsigned, size, digits = jnp.float32, jnp.uint32, 32, 23
+    wide, unsigned, size, mantissa_bits = jnp.float32, jnp.uint32, 32, 23
     if x.dtype == jnp.float64:
-        wide, unsigned, size, digits = jnp.float64, jnp.uint64, 64, 52
+        wide, unsigned, size, mantissa_bits = jnp.float64, jnp.uint64, 64, 52
     bias = int(jnp.finfo(wide).maxexp) - 1
     magnitude = _bits(x, unsigned) & unsigned((1 << (size - 1)) - 1)
-    field = (magnitude >> unsigned(digits)).astype(jnp.int32)
-    fraction = magnitude & unsigned((1 << digits) - 1)
+    biased_exponent = (magnitude >> unsigned(mantissa_bits)).astype(jnp.int32)
+    fraction = magnitude & unsigned((1 << mantissa_bits) - 1)
     # A subnormal number has no implied leading one: shift its own into that place.
-    shift = lax.clz(fraction) - unsigned(size - 1 - digits)
-    is_subnormal = field == 0
-    exponent = jnp.where(is_subnormal, 1 - shift.astype(jnp.int32), field)
+    shift = lax.clz(fraction) - unsigned(size - 1 - mantissa_bits)
+    is_subnormal = biased_exponent == 0
+    exponent = jnp.where(is_subnormal, 1 - shift.astype(jnp.int32), biased_exponent)
     fraction = jnp.where(is_subnormal, fraction << shift, fraction)
-    one = unsigned(bias << digits)
-    fraction = (fraction & unsigned((1 << digits) - 1)) | one
+    bits_of_one = unsigned(bias << mantissa_bits)
+    fraction = (fraction & unsigned((1 << mantissa_bits) - 1)) | bits_of_one
     return Split(
         exponent=exponent - bias,
         mantissa=lax.bitcast_convert_type(fraction, wide),
         is_zero=magnitude == 0,
-        is_finite=field != 2 * bias + 1,
+        is_finite=biased_exponent != 2 * bias + 1,
     )
 
 
@@ -67,23 +67,23 @@ def split_number(number: float) -> Split:
 
 
 def largest_of(arrays: Iterable[Split]) -> Split:
-    """Splits the entry with the largest finite magnitude.
+    """The parts of the largest finite magnitude, its mantissa rounded to float32.
 
     `is_zero` says whether all finite entries are zero, `is_finite` whether all entries
     are finite.
     """
     exponent, mantissa = jnp.int32(_LOWEST), jnp.float32(1)
     is_finite = jnp.asarray(True)
-    for array in arrays:
-        exponents = jnp.where(array.is_finite & ~array.is_zero, array.exponent, _LOWEST)
+    for parts in arrays:
+        exponents = jnp.where(parts.is_finite & ~parts.is_zero, parts.exponent, _LOWEST)
         top = jnp.max(exponents, initial=_LOWEST)
-        at_top = jnp.where(exponents == top, array.mantissa.astype(jnp.float32), 1.0)
+        at_top = jnp.where(exponents == top, parts.mantissa.astype(jnp.float32), 1.0)
         top_mantissa = jnp.max(at_top, initial=1.0)
         larger = jnp.maximum(mantissa, top_mantissa)
         mantissa = jnp.where(top == exponent, larger, mantissa)
         mantissa = jnp.where(top > exponent, top_mantissa, mantissa)
         exponent = jnp.maximum(top, exponent)
-        is_finite &= jnp.all(array.is_finite)
+        is_finite &= jnp.all(parts.is_finite)
     return Split(exponent, mantissa, exponent == _LOWEST, is_finite)
 
 

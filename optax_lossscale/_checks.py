@@ -32,7 +32,7 @@ def check_scale(name: str, value: float) -> float:
 
 
 def check_flag(name: str, value: bool) -> bool:
-    """Returns True or False, and refuses other values that are true or false."""
+    """Returns True or False, and refuses values that are merely truthy or falsy."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
             f"`{name}` must be True or False, got {value!r} of type "
@@ -42,7 +42,7 @@ def check_flag(name: str, value: bool) -> bool:
 
 
 def check_factor(name: str, value: float, low: float, high: float) -> float:
-    """Returns a factor as float32 holds it, strictly between `low` and `high`."""
+    """Returns a factor rounded to float32, strictly between `low` and `high`."""
     number = _one_float64(name, value)
     with np.errstate(over="ignore"):
         # The state is multiplied in float32, so the rounded factor must be in range.
@@ -74,7 +74,7 @@ def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTyp
 
 
 def check_positive(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
-    """Returns one factor as an array; a traced one cannot be refused."""
+    """Returns one factor as an array; the value of a traced one is not checked."""
     if jnp.shape(scale) != ():
         raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(scale)}.")
     factor = jnp.asarray(scale, jnp.float32)
@@ -90,7 +90,8 @@ def check_bounds(
 ) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
     """Returns a function from the step count to the floor and the cap.
 
-    Where a scheduled floor exceeds the cap, the cap wins.
+    Where a scheduled floor exceeds the cap, the cap wins. A scheduled value outside the
+    range of loss scales is clipped to it, and NaN is no bound.
     """
     low = _check_bound("min_scale", min_scale)
     high = _check_bound("max_scale", max_scale)
@@ -102,12 +103,10 @@ def check_bounds(
             )
         return lambda step_count: (low, high)
 
-    def value_at(
-        bound: ScaleBound, step_count: jax.Array, otherwise: float
-    ) -> jax.Array:
+    def value_at(bound: ScaleBound, step_count: jax.Array, if_nan: float) -> jax.Array:
         value = bound(step_count) if callable(bound) else bound
         value = jnp.asarray(value, jnp.float32)
-        value = jnp.where(jnp.isnan(value), otherwise, value)
+        value = jnp.where(jnp.isnan(value), if_nan, value)
         return jnp.clip(value, SMALLEST_SCALE, LARGEST_SCALE)
 
     def bounds(step_count: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,6 @@
-"""The check: whether every entry of every leaf is finite.
+"""Check whether every entry of every leaf is finite, or find the largest magnitude.
 
-The check reads the leaves once, and should cost little else:
+Either reads the leaves once, and should cost little else:
 
 * On a GPU each kernel launch costs time, and each reduction takes two kernels. So
   leaves are concatenated in groups, and each group is reduced at once. XLA does not
@@ -32,9 +32,9 @@ from optax_lossscale._tree import is_floating, real_parts, widen
 from optax_lossscale._types import AxisName, PyTree
 
 # 1000 leaves make 17 groups, so 34 kernels. XLA writes much larger groups to memory.
-_CONCATENATED = 60
+_LEAVES_PER_CONCATENATION = 60
 # Larger groups spill from the TPU's on-chip memory before the update reads them again.
-_COMBINED = 16
+_LEAVES_PER_COMBINATION = 16
 
 
 class _Statistic(NamedTuple):
@@ -223,9 +223,10 @@ def _axes_of(spec: PartitionSpec) -> Iterator[Hashable]:
 
 
 def _are_local() -> bool:
-    """Whether each array is known to lie on one device, or to be one device's part.
+    """Whether arrays can be combined without communication between devices.
 
-    Inside `jit` the shardings of an automatic mesh are unknown while tracing.
+    They can if each is known to lie on one device, or to be one device's part. Inside
+    `jit` the shardings of an automatic mesh are unknown while tracing.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -280,21 +281,21 @@ def _concatenated(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [
         lax.concatenate(group, 0)
         for flat in by_dtype.values()
-        for group in _groups(flat, _CONCATENATED)
+        for group in _groups(flat, _LEAVES_PER_CONCATENATION)
     ]
 
 
 def _combined(
     arrays: list[jax.Array], combine: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Combines arrays of one shape and dtype entry by entry, in groups."""
+    """Combines arrays of one shape, which have one dtype, entry by entry in groups."""
     by_shape: dict[tuple[int, ...], list[jax.Array]] = {}
     for array in arrays:
         by_shape.setdefault(array.shape, []).append(array)
     return [
         reduce(combine, group)
         for same in by_shape.values()
-        for group in _groups(same, _COMBINED)
+        for group in _groups(same, _LEAVES_PER_COMBINATION)
     ]
 
 

@@ -28,7 +28,7 @@ def scaled_value_and_grad(
 
     where `widen` casts dtypes narrower than float32 to float32. Pass the gradients to
     `loss_scaled(...).update`, or to `unscale`. The loss is returned as `fun` computed
-    it, before scaling, so it keeps its dtype and cannot overflow.
+    it, before scaling, so it keeps its dtype, and the scale cannot make it overflow.
 
     A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
     itself, and in float16 `2**16` is infinity. So take the mean in float32:
@@ -68,7 +68,7 @@ def scaled_value_and_grad(
         if not has_aux:
             return scale(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
-            return result  # Not a pair, for which JAX raises its own error.
+            return result  # Not a pair: JAX raises the error.
         return scale(result[0], state), tuple(result)
 
     value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)

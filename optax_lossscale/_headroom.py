@@ -37,8 +37,8 @@ class HeadroomRuleState(NamedTuple):
 
     Attributes:
       recent: `f32[recent]`, in the unit of the gradients. The largest magnitude of each
-        of the last steps, oldest first; 0 for a step that overflowed or is yet to come.
-      peaks: `f32[history]`. The same over more steps, for peaks only; 0 elsewhere.
+        of the last steps, oldest first; 0 for an overflow, or if no step was taken yet.
+      peaks: `f32[history]`. The peaks of the last steps; 0 for all other steps.
     """
 
     recent: jax.Array
@@ -60,28 +60,28 @@ def headroom_loss_scale(
     The rule remembers the largest magnitude of the unscaled gradients for each of the
     last `recent` steps, and the peaks among the last `history` steps. Each step sets
 
-        s = 2**floor(log2(finfo(dtype).max / max(recent + peaks)) - margin_bits)
+        top = max(max(recent), max(peaks))
+        s = 2**floor(log2(finfo(dtype).max / top) - margin_bits)
 
     within the bounds. So the scale is right after the first step, and it rises `recent`
     steps after the gradients have shrunk.
 
     A peak is a magnitude that overflowed, or that would have overflowed with the scale
-    that the recent steps before it alone allow. The size of an overflow is unknown. It
-    only proves that the magnitude did not fit with the scale `s`, so the rule remembers
-    `2 * finfo(dtype).max / s`.
+    that the formula gives for the recent steps alone. The size of an overflow is
+    unknown: it only exceeds `finfo(dtype).max / s`, so the rule remembers twice that.
 
     In a row of overflows only the first is remembered. Each further one divides the
     scale by `2**8`; the first finite step still runs with that low scale, and then the
     scale is set by the formula again. So a large rise of the gradients costs few skips.
-    A row of bad batches, whose NaN no scale would have prevented, costs one skip each,
-    and afterwards no more bits than a single bad batch.
+    A row of bad batches, whose NaN no scale would have prevented, costs one skip each;
+    afterwards the scale is as low as after a single bad batch.
 
     A step whose gradients are all zero is remembered as 0. While nothing else is
     remembered, the scale stays as it is for `recent` steps and then doubles on every
-    step, because the gradients may be zero only because the scale is too low. A step
-    that is skipped although `grads_max` is finite is remembered with that magnitude and
-    does not count as an overflow; `update(..., grads_finite=False)`, which passes
-    infinity, does.
+    step, because the gradients may be zero only because the scale is too low.
+
+    `update(..., grads_finite=False)` counts as an overflow. A step that is skipped
+    although `grads_max` is finite does not; its magnitude is remembered.
 
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may
@@ -92,9 +92,9 @@ def headroom_loss_scale(
         `history` mean `history`. With a larger value the scale follows shrinking
         gradients later.
       margin_bits: Bits left free above the largest magnitude remembered, from 0 to 126.
-        The rule sees only the gradients of parameters that `update` is given. Gradients
-        of activations may be larger, and so may those of each device before they are
-        averaged: raise the margin if steps are skipped again and again.
+        The rule sees only the gradients of parameters. Gradients of activations may be
+        larger, and so may those of each device before they are averaged: raise the
+        margin if steps are skipped again and again.
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
@@ -155,13 +155,12 @@ def headroom_loss_scale(
             )
         grads_max = jnp.asarray(grads_max, jnp.float32)
         overflowed = ~jnp.isfinite(grads_max)
-        # The last step may have been skipped for another reason than an overflow. Then
-        # its magnitude was remembered.
+        # A step that was skipped for another reason has its magnitude remembered.
         last_overflowed = ~state.last_finite & (state.rule_state.recent[-1] == 0)
         is_repeated = overflowed & last_overflowed
 
         memory = remember(state, grads_max, overflowed, is_repeated)
-        exponent = exponent_below(memory, state)
+        exponent = exponent_for(memory, state)
         lowered = split(state.loss_scale).exponent - _BITS_PER_REPEATED_OVERFLOW
         exponent = jnp.where(is_repeated, jnp.minimum(exponent, lowered), exponent)
 
@@ -179,17 +178,19 @@ def headroom_loss_scale(
         """Enters one step into the history."""
         recent, peaks = state.rule_state
         recent_max = split(jnp.max(recent))
-        allowed = exponent_of_quotient(split_number(largest_usable), recent_max)
-        fitting = exponent_of_quotient(split_number(largest), split(grads_max))
-        is_peak = _is_normal(recent_max) & (allowed > fitting)
-        proven = jnp.minimum(2 * (largest / state.loss_scale), _FLOAT32_MAX)
+        allowed_exponent = exponent_of_quotient(
+            split_number(largest_usable), recent_max
+        )
+        fitting_exponent = exponent_of_quotient(split_number(largest), split(grads_max))
+        is_peak = _is_normal(recent_max) & (allowed_exponent > fitting_exponent)
+        assumed = jnp.minimum(2 * (largest / state.loss_scale), _FLOAT32_MAX)
 
         peak = jnp.where(is_peak, grads_max, 0)
-        peak = jnp.where(overflowed, jnp.where(is_repeated, 0, proven), peak)
+        peak = jnp.where(overflowed, jnp.where(is_repeated, 0, assumed), peak)
         recent = _append(recent, jnp.where(overflowed, 0, grads_max))
         return HeadroomRuleState(recent, _append(peaks, peak))
 
-    def exponent_below(memory: HeadroomRuleState, state: LossScaleState) -> jax.Array:
+    def exponent_for(memory: HeadroomRuleState, state: LossScaleState) -> jax.Array:
         """The exponent of the largest scale that leaves the margin."""
         top = split(jnp.maximum(jnp.max(memory.recent), jnp.max(memory.peaks)))
         is_full = state.step_count >= recent_steps

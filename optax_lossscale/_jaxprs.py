@@ -56,5 +56,6 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """How many constants a scan reads, and how many values it carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    constants, carry, _ = params["ft_in"].unpack()  # pragma: no cover, since JAX 0.12
+    # Only JAX 0.12 and later come here.
+    constants, carry, _ = params["ft_in"].unpack()  # pragma: no cover
     return len(constants), len(carry)  # pragma: no cover

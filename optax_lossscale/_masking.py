@@ -6,6 +6,7 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 `shard_map` if devices disagree (https://github.com/jax-ml/jax/issues/40823).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,38 +20,38 @@ from optax_lossscale._tree import is_floating, map_floating
 from optax_lossscale._types import PyTree
 
 
-def mask_inputs(finite: jax.Array, tree: PyTree) -> PyTree:
+def mask_inputs(is_applied: jax.Array, tree: PyTree) -> PyTree:
     """Replaces every floating leaf by zeros if the step is skipped."""
-    return map_floating(_zeros_unless, tree, finite)
+    return map_floating(_zeros_unless, tree, is_applied)
 
 
 @jax.jit  # Here and below, so that it is one call outside `jit`.
-def _zeros_unless(leaves: list[jax.Array], finite: jax.Array) -> list[jax.Array]:
-    return [lax.select_n(finite, lax.full_like(leaf, 0), leaf) for leaf in leaves]
+def _zeros_unless(leaves: list[jax.Array], is_applied: jax.Array) -> list[jax.Array]:
+    return [lax.select_n(is_applied, lax.full_like(leaf, 0), leaf) for leaf in leaves]
 
 
 def mask_results(
-    finite: jax.Array, updates: PyTree, new: PyTree, old: PyTree
+    is_applied: jax.Array, updates: PyTree, new: PyTree, old: PyTree
 ) -> tuple[PyTree, PyTree]:
     """If the step is skipped, zeroes the updates and keeps the old state."""
-    return mask_updates(finite, updates), mask_state(finite, new, old)
+    return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
 
 
 @jax.jit
-def mask_updates(finite: jax.Array, updates: PyTree) -> PyTree:
-    """Replaces updates by zeros that change no bit of a parameter."""
+def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
+    """If the step is skipped, zeroes updates, so that no bit of a parameter changes."""
 
     def select(update: jax.Array) -> jax.Array:
         nothing = lax.full_like(update, 0)
         if is_floating(update):
             nothing = -nothing  # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0.
-        return lax.select_n(finite, nothing, update)
+        return lax.select_n(is_applied, nothing, update)
 
     return jax.tree.map(select, updates)
 
 
 @jax.jit
-def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state if the step is skipped."""
 
     def select(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -59,7 +60,7 @@ def mask_state(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
             # On an explicit mesh a select needs equal shardings. The result is sharded
             # as the bare optimizer's would be.
             old = jax.sharding.reshard(old, sharding)
-        return jnp.where(finite, new, old)
+        return jnp.where(is_applied, new, old)
 
     return jax.tree.map(select, new, old)
 
@@ -75,11 +76,11 @@ def cast_like(new: PyTree, old: PyTree) -> PyTree:
 
 
 def run_masked(
-    finite: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Runs an update and masks its results, without copying the state.
 
-    Reference: `mask_results(finite, *run(), old)`.
+    Reference: `mask_results(is_applied, *run(), old)`.
 
     An optimizer computes its updates from its new moments. If the moments are masked
     only afterwards, the updates need the unmasked moments while the masked ones are
@@ -89,7 +90,7 @@ def run_masked(
     follows is discarded anyway.
 
     Args:
-      finite: `bool[]`. False if the step is skipped.
+      is_applied: `bool[]`. False if the step is skipped.
       run: The update: a function without arguments that returns the updates and the new
         state. It is traced by itself, so it must not leak a traced value.
       old: The state before the update.
@@ -98,18 +99,23 @@ def run_masked(
       Updates and state, masked.
     """
     results = None
-    if isinstance(lax.full((), 0), jax.core.Tracer):  # Under `jit` or another trace.
-        try:
-            results = _run_masked_in_flight(finite, run, old)
-        except Exception:  # Internals of jaxprs may change; the reference remains.
-            results = None
+    if _is_traced():
+        # If anything fails, the reference runs, and raises the optimizer's own errors.
+        # That guards against changes of JAX's internals.
+        with contextlib.suppress(Exception):
+            results = _run_masked_early(is_applied, run, old)
     if results is None:
-        results = mask_results(finite, *run(), old)
+        results = mask_results(is_applied, *run(), old)
     return results
 
 
-def _run_masked_in_flight(
-    finite: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+def _is_traced() -> bool:
+    """Whether operations are staged into a program, as under `jit`."""
+    return isinstance(lax.full((), 0), jax.core.Tracer)
+
+
+def _run_masked_early(
+    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
 ) -> tuple[PyTree, PyTree] | None:
     """`run_masked`, equation by equation; None if the update has side effects."""
     closed, shapes = jax.make_jaxpr(run, return_shape=True)()
@@ -128,7 +134,7 @@ def _run_masked_in_flight(
         before = moments.get(variable)
         if before is None or not _same_type(before, value):
             return value
-        selected = lax.select_n(finite, before, value)
+        selected = lax.select_n(is_applied, before, value)
         if not _same_type(selected, value):  # Later equations rely on the type.
             return value
         masked[variable] = before
@@ -140,11 +146,11 @@ def _run_masked_in_flight(
             values[variable] = mask(variable, value)
 
     def finish(atom: core.Var | core.Literal, old: jax.Array) -> PyTree:
-        # A variable in two places of the state is masked with the old value of one.
+        # A variable in two places of the state was masked with one of its old values.
         is_masked = isinstance(atom, core.Var) and masked.get(atom) is old
-        return read(atom) if is_masked else mask_state(finite, read(atom), old)
+        return read(atom) if is_masked else mask_state(is_applied, read(atom), old)
 
-    updates = mask_updates(finite, jax.tree.map(read, updates))
+    updates = mask_updates(is_applied, jax.tree.map(read, updates))
     return updates, jax.tree.map(finish, new, old)
 
 
@@ -152,8 +158,8 @@ def _moments(updates: PyTree, new: PyTree, old: PyTree) -> dict[core.Var, jax.Ar
     """The variables of new moments, and the old moments.
 
     Moments are arrays of the state that have the shape of an update. Masking the rest
-    early saves nothing, and would be wrong for a count: a bias correction would divide
-    by zero if the count stayed at zero.
+    early saves nothing, and must not happen to a count: if a skipped first step left it
+    at zero, a bias correction would divide by zero, and `jax_debug_nans` would raise.
     """
     shapes = {update.aval.shape for update in jax.tree.leaves(updates)} - {()}
     moments: dict[core.Var, jax.Array] = {}

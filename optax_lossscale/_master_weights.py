@@ -12,7 +12,13 @@ import optax
 from optax_lossscale._checks import check_optimizer
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._state import MasterWeightsState
-from optax_lossscale._tree import is_floating, wide_dtype, wide_param, widen
+from optax_lossscale._tree import (
+    is_floating,
+    path_name,
+    wide_dtype,
+    wide_param,
+    widen,
+)
 
 _CASTABLE = (jnp.float16, jnp.bfloat16, jnp.float32)
 
@@ -41,7 +47,7 @@ def cast_params(
         `batch_norm`, `norm1`, `ln_f`.
 
     Returns:
-      The same tree with the other leaves in `dtype`.
+      The same tree, with every leaf of these dtypes that is not kept cast to `dtype`.
 
     Raises:
       ValueError: If `dtype` is not one of the three.
@@ -60,12 +66,11 @@ def cast_params(
         raise ValueError(
             f"`dtype` must be float16, bfloat16 or float32, got {jnp.dtype(dtype)}."
         )
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     if keep is None:
         kept = in_normalization(params)
     else:
-        names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in paths]
-        kept = [keep(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
+        kept = [keep(path_name(path), leaf) for path, leaf in paths_and_leaves]
 
     def cast(leaf: Any) -> Any:
         is_castable = getattr(leaf, "dtype", None) in _CASTABLE
@@ -73,7 +78,7 @@ def cast_params(
 
     leaves = [
         leaf if is_kept else cast(leaf)
-        for (_, leaf), is_kept in zip(paths, kept, strict=True)
+        for (_, leaf), is_kept in zip(paths_and_leaves, kept, strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
 
@@ -88,16 +93,16 @@ def master_weights(
     float32 masters `m`, and the inner optimizer's updates `u` of the masters, a step is
 
         m      = m + u
-        update = round(m) - params        so that params + update = round(m), exactly
+        update = round(m) - params        so that params + update = round(m)
 
-    After every step each parameter is its rounded master. If float32 cannot hold the
-    difference, because the parameter falls to a thousandth or less in one step, the
-    master takes the value that the parameter gets.
+    After every step each parameter is exactly its rounded master. If float32 cannot
+    hold the difference, because the parameter falls to a thousandth or less in one
+    step, the master takes the value that the parameter gets.
 
-    It may go around `loss_scaled` or inside it, with the same results. Inside, the
-    option `check_updates` also skips a step that would take a float16 parameter to
-    infinity. If anything else changes a half-precision parameter, the next update sets
-    it back to its master.
+    It may go around `loss_scaled` or inside it. The results are the same, except that
+    inside, the option `check_updates` also skips a step that would take a float16
+    parameter to infinity. If anything else changes a half-precision parameter, the next
+    update sets it back to its master.
 
     Args:
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
@@ -150,7 +155,7 @@ def master_weights(
         )
         moved = optax.apply_updates(master, updates)
         updates = jax.tree.map(_update_to, params, moved, updates)
-        master = jax.tree.map(_rounded_from, params, moved, updates)
+        master = jax.tree.map(_next_master, params, moved, updates)
         return updates, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -163,7 +168,7 @@ def _update_to(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Ar
     return widen(master.astype(param.dtype)) - widen(param)
 
 
-def _rounded_from(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
+def _next_master(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
     """The master, or the new parameter where that is not the rounded master."""
     if param.dtype == master.dtype:
         return master

@@ -5,6 +5,7 @@ import re
 
 import jax
 
+from optax_lossscale._tree import path_name
 from optax_lossscale._types import PyTree
 
 # A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
@@ -30,7 +31,6 @@ def in_normalization(tree: PyTree) -> list[bool]:
 
     flags = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_layer)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_one = is_layer(node) or is_normalization(name)
+        is_one = is_layer(node) or is_normalization(path_name(path))
         flags += [is_one] * len(jax.tree.leaves(node))
     return flags

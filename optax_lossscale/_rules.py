@@ -34,7 +34,8 @@ class LossScale(NamedTuple):
         `grads_finite`, `bool[]`, says whether the unscaled gradients were finite.
         `grads_max`, `f32[]`, is their largest magnitude, or infinity if any entry is
         nonfinite; it is passed only if `needs_grads_max=True`.
-      skips: Whether nonfinite steps are skipped. If False, nothing is checked.
+      skips: Whether nonfinite steps are skipped. If False, NaN and infinity reach the
+        optimizer; only an unusable scale still skips the step.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
 
     Example:
@@ -89,8 +90,8 @@ def dynamic_loss_scale(
 ) -> LossScale:
     """The classic dynamic loss scale: grow while finite, back off when not.
 
-    With scale `s`, `n` finite steps since the last change, and `h` nonfinite steps
-    left before the scale backs off, a finite step does
+    With scale `s`, `n` finite steps since the last growth or nonfinite step, and `h`
+    nonfinite steps left before the scale backs off, a finite step does
 
         n = n + 1
         if n >= growth_interval:
@@ -111,13 +112,14 @@ def dynamic_loss_scale(
         apply from the first change on. A power of two makes scaling exact.
       growth_factor: Above 1, dimensionless.
       backoff_factor: Strictly between 0 and 1, dimensionless.
-      growth_interval: Finite steps from one change to the next growth, at least 1.
+      growth_interval: Finite steps in a row after which the scale grows, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. Scales below 1 are legitimate.
         To notice divergence, watch `notfinite_count` and not the floor. An
         `optax.Schedule` of `step_count` is applied at every step, not only at changes.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. Where a scheduled
-        floor exceeds the cap, the cap wins. With a mean loss the usable scale is about
-        `65504 * batch size`; a float16 scalar loss allows `2**15`.
+        floor exceeds the cap, the cap wins. With a mean loss the cotangents are about
+        `scale / batch size`, so scales up to `65504 * batch size` are usable. If the
+        loss itself is float16, its cotangent is the scale: use at most `2**15`.
       hysteresis: How many nonfinite steps it takes to back off, at least 1. With 2, one
         bad batch is forgiven.
       hysteresis_refill: When `h` is set back to `hysteresis`. `"finite"`: on every

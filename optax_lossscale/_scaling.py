@@ -77,7 +77,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
         marked False are returned untouched. None means True everywhere.
 
     Returns:
-      The same tree with floating leaves in float32 or wider.
+      The same tree with the unscaled leaves in float32 or wider.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
@@ -100,10 +100,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
 
 
-# Jitted, so that outside `jit` one call handles all leaves.
-
-
-@jax.jit
+@jax.jit  # Here and below, so that it is one call outside `jit`.
 def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
     return _multiply(leaves, loss_scale.astype)
 

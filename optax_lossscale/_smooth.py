@@ -19,8 +19,8 @@ class SmoothRuleState(NamedTuple):
     """What the smooth rule carries beside the scale.
 
     Attributes:
-      fraction: `f32[]`, bits, from 0 to 1. How far the real exponent lies above the
-        exponent of the scale.
+      fraction: `f32[]`, bits, at least 0 and below 1. How far the real exponent lies
+        above the exponent of the scale.
     """
 
     fraction: jax.Array
@@ -49,8 +49,9 @@ def smooth_loss_scale(
     the classic rule a bad batch also restarts the count to the next growth.
 
     Args:
-      init_scale: First scale, dimensionless; `e` starts at its logarithm. It may lie
-        outside the bounds, which apply from the first step on.
+      init_scale: First scale, dimensionless, rounded down to a power of two; `e` starts
+        at the logarithm of the value before rounding. It may lie outside the bounds,
+        which apply from the first step on.
       growth_bits: Bits gained on a finite step, from `2**-20` to 126. With `1e-3` the
         scale doubles every 1000 finite steps.
       backoff_bits: Bits lost on a nonfinite step, in the same range.
@@ -81,9 +82,9 @@ def smooth_loss_scale(
       8.0 0.5
 
     References:
-      OpenAI's `guided-diffusion`, `fp16_util.py`. Departures: it has no bounds, and it
-      applies `2**e` itself, which is rarely a power of two and then not exact. The cap
-      follows Dhariwal et al., Jukebox, 2020.
+      OpenAI's `guided-diffusion`, `fp16_util.py`. Departures: the scale has bounds,
+      and it is `2**floor(e)` instead of `2**e`, so that scaling stays exact. The cap is
+      the one of Dhariwal et al., Jukebox, 2020.
     """
     mantissa, exponent = math.frexp(check_scale("init_scale", init_scale))
     # Much smaller steps would be rounded away when added to a fraction in float32.
@@ -103,12 +104,13 @@ def smooth_loss_scale(
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
         low, high = map(power_of_two, exponents_within(bounds(state.step_count)))
-        e = state.rule_state.fraction
-        e = jnp.where(jnp.isnan(e), 0.0, e)  # A damaged checkpoint may hold NaN.
-        e += jnp.where(finite, growth_bits, -backoff_bits)
-        whole = jnp.floor(e)
+        fraction = state.rule_state.fraction
+        # A damaged checkpoint may hold NaN.
+        fraction = jnp.where(jnp.isnan(fraction), 0.0, fraction)
+        fraction += jnp.where(finite, growth_bits, -backoff_bits)
+        whole = jnp.floor(fraction)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
-        fraction = jnp.where((s < low) | (s >= high), 0.0, e - whole)
+        fraction = jnp.where((s < low) | (s >= high), 0.0, fraction - whole)
         s = jnp.clip(s, low, high)
         return count_step(state, finite, s, SmoothRuleState(fraction))
 

@@ -25,13 +25,13 @@ class LossScaleState(NamedTuple):
       finite and normal numbers;
     * `last_finite` is True exactly when `notfinite_count == 0`;
     * `notfinite_count <= total_notfinite <= step_count`;
-    * every field is strongly typed, keeps its dtype, and is its own buffer.
+    * every field is strongly typed, keeps its dtype, and has a buffer of its own, so
+      that states can be donated.
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. The factor for the next loss.
       last_finite: `bool[]`. False if the last step was skipped.
-      notfinite_count: `i32[]`, steps. How many of the latest steps in a row were
-        skipped.
+      notfinite_count: `i32[]`, steps. How many steps in a row were skipped up to now.
       total_notfinite: `i32[]`, steps. How many steps were skipped in all.
       step_count: `i32[]`, steps. How often `adjust` was called.
       rule_state: The rule's own state: a NamedTuple of arrays, or `()`.
@@ -207,21 +207,15 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     def replace_scale(node: PyTree) -> PyTree:
         if not is_state(node):
             return node
-        return LossScaleState(
-            loss_scale=jax.tree.map(
-                lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
-                node.loss_scale,
-            ),
-            last_finite=node.last_finite,
-            notfinite_count=node.notfinite_count,
-            total_notfinite=node.total_notfinite,
-            step_count=node.step_count,
-            rule_state=node.rule_state,
+        loss_scale = jax.tree.map(
+            lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
+            node.loss_scale,
         )
+        return node._replace(loss_scale=loss_scale)
 
     return jax.tree.map(replace_scale, tree, is_leaf=is_state)
 
 
 def is_usable(loss_scale: jax.Array) -> jax.Array:
-    """Whether the scale is in range, `bool[]`; a damaged checkpoint may hold NaN."""
+    """Whether the scale is in range, `bool[]`; False for NaN."""
     return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)

@@ -60,11 +60,11 @@ def loss_scaled(
 
     **Skipped steps.** A nonfinite gradient anywhere, on any device, leaves the
     parameters and the whole inner state bit-for-bit unchanged: moments, counts and
-    schedules. (XLA on CPU flushes subnormal parameters in any addition.) State that
+    schedules. (But on a CPU `apply_updates` flushes subnormal parameters.) State that
     lives elsewhere, such as batch statistics, is not protected: select the old value
-    yourself, by `find_loss_scale_state(opt_state).last_finite`. An unusable scale
-    (zero or NaN, say from a damaged checkpoint) also skips the step, and the rule
-    restarts from its initial scale.
+    yourself, by `find_loss_scale_state(opt_state).last_finite`. An unusable scale (zero
+    or NaN, say from a damaged checkpoint) skips the step under every rule, and the rule
+    goes on as after a nonfinite step at its initial scale.
 
     **Finite steps** give what the inner optimizer alone gives for the unscaled
     gradients: bit for bit outside `jit`, and up to a few ulp under `jit`, where XLA may
@@ -72,10 +72,10 @@ def loss_scaled(
     shardings, so `jit`, `lax.scan` and donation work as they do without the wrapper.
 
     **Dtypes.** The inner optimizer sees gradients and parameters in float32 or wider,
-    and so are its state and the updates, whatever the dtype of the parameters. With
-    float16 parameters no dtype changes from step to step, but a mask or label that is
-    made by dtype must be made outside. `optax.apply_updates` rounds to the dtypes of
-    the parameters; Equinox's `apply_updates` does not.
+    whatever their own dtypes, and its state and the updates are float32 or wider too.
+    If a mask or a label depends on the dtypes of the parameters, compute it before.
+    `optax.apply_updates` rounds to the dtypes of the parameters; Equinox's
+    `apply_updates` does not.
 
     **What goes inside.** Clipping, weight decay and accumulation need unscaled
     gradients, so wrap them too: `loss_scaled(optax.chain(
@@ -91,18 +91,19 @@ def loss_scaled(
         after it from moving on a bad step (weight decay, momentum, counts), so it does
         not skip the step. Prefer to wrap the optimizer.
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
-        skip, no gradient is checked. With `no_loss_scale()`, the program is that of the
-        inner optimizer alone.
-      axis_name: The axis of `pmap` or `shard_map`, or a tuple of axes, over which all
-        devices must agree to skip; leave it out under `jit` with sharded arrays. Only
-        the verdict crosses devices. Gradients are never reduced for you.
+        skip, nonfinite gradients reach the optimizer. With `no_loss_scale()`, the
+        program is that of the inner optimizer alone.
+      axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
+        which all devices must agree to skip; leave it out under `jit` with sharded
+        arrays. Only the verdict crosses devices. Gradients are never reduced for you.
       unscale_mask: Marks the scaled gradients, in the form of Optax's masks: a pytree
         of bools that is a prefix of the gradients, or a function that makes one from
         them. Leaves marked False are neither unscaled nor checked. On a bad step their
         updates are zero, like all others.
       check_updates: Whether to skip also a step whose gradients are finite but whose
         updates are not. The step is counted as skipped, and the scale stays as it is.
-        It has no effect with a rule that does not skip.
+        Updates of leaves that `unscale_mask` marks False are not checked. It has no
+        effect with a rule that does not skip.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
@@ -166,12 +167,13 @@ def loss_scaled(
 
         params = _wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
-        loss_scale_state, is_sound = _repair_scale(loss_scale_state, rule)
+        loss_scale_state, was_usable = _repair_scale(loss_scale_state, rule)
         leaves = (where_true(mask, grads), _as_leaf(grads_finite))
-        verdict = _judge(leaves, loss_scale_state, is_sound, rule, axis_name)
+        verdict = _judge(leaves, loss_scale_state, was_usable, rule, axis_name)
         adjusted = verdict.adjust(rule, loss_scale_state)
 
-        is_applied = verdict.finite if rule.skips else is_sound
+        # An unusable scale skips the step under every rule.
+        is_applied = verdict.finite if rule.skips else was_usable
         grads = unscale(grads, loss_scale_state, mask=mask)
         grads, extra_args = mask_inputs(is_applied, (grads, extra_args))
 
@@ -194,7 +196,7 @@ def loss_scaled(
 
 
 class _Verdict(NamedTuple):
-    """The facts about a step's unscaled gradients that a rule is told.
+    """What a rule learns about the unscaled gradients of a step.
 
     Attributes:
       finite: `bool[]`.
@@ -214,29 +216,29 @@ class _Verdict(NamedTuple):
 def _judge(
     leaves: PyTree,
     state: LossScaleState,
-    is_sound: jax.Array,
+    was_usable: jax.Array,
     rule: LossScale,
     axis_name: AxisName | None,
 ) -> _Verdict:
-    """Checks scaled gradients as far as the rule asks; a damaged scale is nonfinite."""
+    """Checks scaled gradients as the rule asks; an unusable scale is nonfinite too."""
     if rule.needs_grads_max:
         grads_max = largest_magnitude(leaves, state.loss_scale, axis_name)
-        finite = jnp.isfinite(grads_max) & is_sound
-        return _Verdict(finite, jnp.where(is_sound, grads_max, jnp.inf))
+        finite = jnp.isfinite(grads_max) & was_usable
+        return _Verdict(finite, jnp.where(was_usable, grads_max, jnp.inf))
     if rule.skips:
         finite = is_finite(leaves, state.loss_scale, axis_name)
-        return _Verdict(finite & is_sound, grads_max=None)
-    return _Verdict(is_sound, grads_max=None)
+        return _Verdict(finite & was_usable, grads_max=None)
+    return _Verdict(was_usable, grads_max=None)
 
 
 def _repair_scale(
     state: LossScaleState, rule: LossScale
 ) -> tuple[LossScaleState, jax.Array]:
-    """Replaces a damaged scale by the rule's first; `bool[]`: whether it was sound."""
-    is_sound = is_usable(state.loss_scale)
+    """Replaces an unusable scale by the rule's first; also returns if it was usable."""
+    was_usable = is_usable(state.loss_scale)
     first_scale = rule.init().loss_scale
-    loss_scale = jnp.where(is_sound, state.loss_scale, first_scale)
-    return state._replace(loss_scale=loss_scale), is_sound
+    loss_scale = jnp.where(was_usable, state.loss_scale, first_scale)
+    return state._replace(loss_scale=loss_scale), was_usable
 
 
 def _wide_params(
@@ -325,7 +327,7 @@ def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
 
 
 def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
-    """Turns an outside verdict into a leaf, so that no other reduction is needed."""
+    """Turns an outside verdict into 0 or infinity, so that one check covers it too."""
     if grads_finite is None:
         return None
     # A loss passed by mistake would count as True, even NaN.

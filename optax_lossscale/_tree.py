@@ -1,6 +1,6 @@
 """What each kind of leaf means, and functions on the leaves of a pytree.
 
-Throughout the package, "floating" covers the first two kinds:
+Throughout the package, "floating" covers the first two of these kinds:
 
 * float16, bfloat16, float8, float32: computed in float32; float64 in float64;
 * complex: real and imaginary part, each as above;
@@ -35,8 +35,8 @@ def is_absent(node: object) -> bool:
 
 
 def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """float32 for narrower dtypes; any other dtype itself."""
-    # `promote_types` has no path from float8 to float32.
+    """float32 for narrower floating dtypes; a wider one itself."""
+    # Not by `promote_types`, which has no path from float8 to float32.
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
@@ -66,7 +66,7 @@ def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
 def map_floating(
     function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
 ) -> PyTree:
-    """Replaces all floating leaves by what a function of their list returns."""
+    """Replaces the floating leaves by a function's results for the list of them."""
     leaves, structure = jax.tree.flatten(tree)
     mapped = iter(function([leaf for leaf in leaves if is_floating(leaf)], *args))
     merged = [next(mapped) if is_floating(leaf) else leaf for leaf in leaves]
@@ -78,14 +78,19 @@ def floating_leaves(tree: PyTree) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if is_floating(leaf):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = path_name(path)
             # A key may itself hold a slash, so that two paths read the same.
             found[jax.tree_util.keystr(path) if name in found else name] = leaf
     return found
 
 
+def path_name(path: Any) -> str:
+    """The name of a path in a pytree, such as `"layer/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def find_by_type(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
-    """Path and value of every node of a type, which is not searched further."""
+    """Path and value of every node of a type, except those inside another one."""
 
     def is_one(node: object) -> bool:
         return isinstance(node, kind)
@@ -120,7 +125,7 @@ def where_true(mask: PyTree, tree: PyTree) -> PyTree:
 
 
 def check_structure(tree: PyTree, params: PyTree, message: str) -> None:
-    """Raises unless each leaf of a tree belongs to one of `params`."""
+    """Raises unless each leaf of a tree belongs to a leaf of `params`."""
 
     def is_matched(leaf: PyTree, param: PyTree) -> bool:
         return is_absent(leaf) or jax.tree_util.all_leaves([param])

@@ -1,4 +1,4 @@
-"""The type aliases that signatures show."""
+"""The type aliases of signatures."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias

@@ -21,7 +21,7 @@ from optax_lossscale._jaxprs import evaluate
 from optax_lossscale._normalization import is_normalization
 from optax_lossscale._tree import is_floating
 
-_WING = str(pathlib.Path(__file__).parent)
+_AUTOCAST_FOLDER = str(pathlib.Path(__file__).parent)
 
 
 class Choice(NamedTuple):
@@ -87,8 +87,9 @@ def _choose_widest(
     ]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     reads_low = policy.dtype in dtypes
-    # At O2 and O3 one low operand makes the result low. Two cases stay: a scalar, which
-    # may be a loss, and a mask of -1e9, since a row of infinities would become NaN.
+    # At O2 and O3 one low operand makes the result low. Two kinds of results stay
+    # float32: scalars, which may be losses, and masks of -1e9, because a row of
+    # infinities would become NaN.
     is_scalar = equation.outvars[0].aval.size <= 1
     is_lowered = policy.lowers_everything and reads_low
     is_lowered &= not is_scalar and Origin.LARGE not in origins
@@ -145,7 +146,7 @@ def is_low(equation: Any, policy: Policy) -> bool:
 
 
 def _runs_in(dtype: Any, equation: Any) -> bool:
-    """Whether this backend can compile an operation in a dtype."""
+    """Whether this backend can lower an operation in a dtype."""
     args = [
         jax.ShapeDtypeStruct(x.aval.shape, dtype if is_float32(x) else x.aval.dtype)
         for x in equation.invars
@@ -185,7 +186,9 @@ def _is_in_normalization(equation: Any) -> bool:
         return True
     functions: list[str] = []
     for frame in source.traceback.frames:  # From the operation outwards.
-        if frame.file_name.startswith(_WING):  # Here autocast called the function.
+        if frame.file_name.startswith(
+            _AUTOCAST_FOLDER
+        ):  # Here autocast called the function.
             return any(map(is_normalization, functions))
         functions.append(frame.function_name)
     return False

@@ -1,4 +1,4 @@
-"""Rebuild operations that hold programs around the evaluated programs.
+"""Evaluate the programs inside an operation with casts, and rebuild it around them.
 
 Loop carries and branch results keep their declared dtypes.
 """
@@ -12,7 +12,13 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Origin, Value, cast, declared, is_float32
+from optax_lossscale._autocast.values import (
+    Origin,
+    Value,
+    as_declared,
+    cast,
+    is_float32,
+)
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -22,7 +28,8 @@ class Call(NamedTuple):
     """One operation that holds programs, and the means to evaluate them.
 
     Attributes:
-      run: `interpreter.run`, which evaluates a program.
+      run: `interpreter.run`, which evaluates a program. It and the next one are passed
+        in, because these functions are above them in the order of imports.
       read_by_products: `rounding.read_by_products`.
       equation: The operation.
       operands: The values that it reads.
@@ -49,7 +56,7 @@ class Call(NamedTuple):
         return [operand.array for operand in self.operands]
 
     def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """Traces the evaluated program; also returns the origins of its outputs."""
+        """Traces a program as evaluated with casts, and the origins of its outputs."""
         origins: list[Origin] = []
 
         def body(*arrays: Any) -> list[Any]:
@@ -65,7 +72,7 @@ class Call(NamedTuple):
     ) -> list[Any]:
         """Evaluates a program and casts its results to their declared dtypes."""
         outputs = [x.array for x in self.run(closed, inputs, self.policy)]
-        return declared(closed.jaxpr.outvars, outputs)
+        return as_declared(closed.jaxpr.outvars, outputs)
 
 
 def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
@@ -74,7 +81,7 @@ def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]
     return [Value(array, operand.origin) for array, operand in pairs]
 
 
-def computed(arrays: Sequence[Any]) -> list[Value]:
+def as_computed(arrays: Sequence[Any]) -> list[Value]:
     """Values of arrays that some operation computed."""
     return [Value(array, Origin.COMPUTED) for array in arrays]
 
@@ -123,20 +130,20 @@ def scan(call: Call) -> list[Value]:
 
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
-        inputs = [*constants_now, *computed(carry), *values_like(xs, arrays)]
+        inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
         outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
-        return declared(carry_variables, outputs[:size]), outputs[size:]
+        return as_declared(carry_variables, outputs[:size]), outputs[size:]
 
     with context_of(call.equation):
         carry, ys = lax.scan(
             body,
-            declared(carry_variables, carry),
+            as_declared(carry_variables, carry),
             [x.array for x in xs],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-    return computed([*carry, *ys])
+    return as_computed([*carry, *ys])
 
 
 def _loop_constant(value: Value) -> Value:
@@ -167,15 +174,15 @@ def while_loop(call: Call) -> list[Value]:
     last = first + params["body_nconsts"]
 
     def apply(closed: Any, constants: list[Value], carry: list[Any]) -> list[Any]:
-        return call.run_declared(closed, [*constants, *computed(carry)])
+        return call.run_declared(closed, [*constants, *as_computed(carry)])
 
     with context_of(call.equation):
         carry = lax.while_loop(
             lambda carry: apply(test, operands[:first], carry)[0],
             lambda carry: apply(body, operands[first:last], carry),
-            declared(body.jaxpr.outvars, call.arrays[last:]),
+            as_declared(body.jaxpr.outvars, call.arrays[last:]),
         )
-    return computed(carry)
+    return as_computed(carry)
 
 
 def cond(call: Call) -> list[Value]:
@@ -190,7 +197,7 @@ def cond(call: Call) -> list[Value]:
     index, *arrays = call.arrays
     with context_of(call.equation):
         branches = list(map(branch, call.params["branches"]))
-        return computed(lax.switch(index, branches, *arrays))
+        return as_computed(lax.switch(index, branches, *arrays))
 
 
 def shard_map(call: Call) -> list[Value]:
@@ -212,4 +219,4 @@ def shard_map(call: Call) -> list[Value]:
             axis_names=set(manual),
             check_vma=params["check_vma"],
         )
-        return computed(mapped(*call.arrays))
+        return as_computed(mapped(*call.arrays))

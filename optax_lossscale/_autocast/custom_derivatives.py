@@ -1,6 +1,6 @@
 """Rebuild functions that have derivative rules of their own, with the same rules.
 
-A rule is written for float32. So it is traced in float32, from the function as it is,
+A rule is written for float32. So it is traced in float32, from the original function,
 and then evaluated like any other program. If the function's body were evaluated in its
 place, the rule would be lost: the gradient of relu at 0 would be 1/2.
 """
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from optax_lossscale._autocast.control_flow import Call, computed
+from optax_lossscale._autocast.control_flow import Call, as_computed
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Value, cast, declared
+from optax_lossscale._autocast.values import Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 
@@ -42,9 +42,9 @@ def custom_jvp(call: Call) -> list[Value]:
             return [*outputs, *out_tangents]
 
         atoms = [*variables, *(variables[i] for i in places)]
-        traced = jax.make_jaxpr(pushforward)(*declared(atoms, arrays))
+        traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads its own result, it must read the rounded one.
-        values = run(traced, computed(arrays), policy, [*is_low, *is_low])
+        values = run(traced, as_computed(arrays), policy, [*is_low, *is_low])
         outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]
 
@@ -65,7 +65,7 @@ def custom_vjp(call: Call) -> list[Value]:
 
     def forward_rule(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
         arrays = [primal.value for primal in primals]
-        # Only the perturbed operands, because the rule may ask which they are.
+        # A rule with `symbolic_zeros` can see which operands are perturbed.
         places = [
             i
             for i, primal in enumerate(primals)
@@ -77,7 +77,7 @@ def custom_vjp(call: Call) -> list[Value]:
             return jax.vjp(as_written, *(arrays[i] for i in places))
 
         traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(
-            *declared(variables, arrays)
+            *as_declared(variables, arrays)
         )
         structure = jax.tree.structure(pullback)
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
@@ -87,17 +87,17 @@ def custom_vjp(call: Call) -> list[Value]:
                 return jax.tree.unflatten(structure, residuals)(cotangents)
 
             traced = jax.make_jaxpr(as_written)(
-                declared(residual_vars, residuals),
-                declared(closed.jaxpr.outvars, cotangents),
+                as_declared(residual_vars, residuals),
+                as_declared(closed.jaxpr.outvars, cotangents),
             )
-            inputs = computed([*residuals, *cotangents])
+            inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
             for i, value in zip(places, run(traced, inputs, policy), strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
-        outputs = [value.array for value in run(traced, computed(arrays), policy)]
-        results = zip(outputs, dtypes, strict=False)
+        outputs = [value.array for value in run(traced, as_computed(arrays), policy)]
+        results = zip(outputs[: len(dtypes)], dtypes, strict=True)
         # JAX may run this rule again, for other perturbed operands, before it runs the
         # backward rule. So `pull_back` travels with the residuals that it belongs to.
         residuals = jax.tree_util.Partial(pull_back, *outputs[len(dtypes) :])
@@ -132,6 +132,6 @@ def _function_of(
 
 
 def _policy_inside(program: core.Jaxpr, policy: Policy) -> Policy:
-    """A function with a rule stays in float32 if it holds sensitive operations."""
+    """Keeps all but products in float32 if a program holds float32-list operations."""
     names = {equation.primitive.name for equation in equations_of(program)}
     return policy.products_only() if names & policy.full else policy

@@ -17,12 +17,12 @@ from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     Origin,
     Value,
-    argument,
+    as_argument,
+    as_declared,
+    as_literal,
     as_operand,
     cast,
-    declared,
     is_float32,
-    literal,
     origin_of,
 )
 from optax_lossscale._jaxprs import evaluate, flagged_variables
@@ -30,8 +30,8 @@ from optax_lossscale._jaxprs import evaluate, flagged_variables
 # Values that are cast anew for each operation that reads them, so that the gradients
 # that come back from several are summed in float32.
 _CAST_ANEW = (*OF_ARGUMENTS, Origin.LOOP_CONSTANT)
-# Operations whose results are float32, and whose half-precision operands are saved for
-# the backward pass in place of the results.
+# Operations with float32 results that the backward pass recomputes from their
+# half-precision operands, which take less memory.
 _RECOMPUTED = SENSITIVE | {"atan2", "div"}
 
 
@@ -48,7 +48,8 @@ def run(
       inputs: A value for each of its inputs.
       policy: The policy for its operations.
       rounded: For each output, whether it is rounded to the low dtype where it is made,
-        so that whatever else reads it reads the rounded value. Empty rounds nothing.
+        so that whatever else reads it reads the rounded value. Empty requests none;
+        values that only products read are rounded anyway.
 
     Returns:
       A value for each of its outputs, perhaps narrower than declared.
@@ -78,12 +79,12 @@ class _Frame:
         if rounded:
             self.to_round |= flagged_variables(program.outvars, rounded)
         self.write(program.invars, inputs)
-        self.write(program.constvars, list(map(argument, closed.consts)))
+        self.write(program.constvars, list(map(as_argument, closed.consts)))
 
     def read(self, atom: core.Var | core.Literal) -> Value:
         """The value of a variable or a literal."""
         if isinstance(atom, core.Literal):
-            return literal(atom.val, self.policy.dtype)
+            return as_literal(atom.val, self.policy.dtype)
         return self.values[atom]
 
     def write(self, variables: Sequence[core.Var], values: Sequence[Value]) -> None:
@@ -159,7 +160,7 @@ def _recomputed(equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
     """Computes in float32, and recomputes in the backward pass from low operands."""
 
     def compute(*arrays: Any) -> Sequence[Any]:
-        return evaluate(equation, declared(equation.invars, arrays))
+        return evaluate(equation, as_declared(equation.invars, arrays))
 
     arrays = [operand.array for operand in operands]
     is_wide = all(jnp.result_type(array).itemsize > 2 for array in arrays)

@@ -32,15 +32,14 @@ class Nesting(NamedTuple):
 
     Attributes:
       rebuild: Evaluates its programs, and makes the operation anew around them.
-      body: The parameter with its one program, if the operation's operands and results
-        are that program's. A value that only products read inside is then known to be
-        read only by products outside.
-      has_rule: Whether it has a derivative rule of its own.
+      body: Name of the parameter that holds its program, if operands and results match
+        that program's one to one. `rounding.py` then looks inside.
+      has_derivative_rule: Whether it has a derivative rule of its own.
     """
 
     rebuild: Callable[[Call], list[Value]]
     body: str | None = None
-    has_rule: bool = False
+    has_derivative_rule: bool = False
 
 
 # Keyed by the primitive where JAX exports it, else by the primitive's name.
@@ -53,8 +52,10 @@ _NESTINGS: dict[Primitive | str, Nesting] = {
     primitives.closed_call_p: Nesting(inline),
     "eval_jaxpr": Nesting(inline),
     "shard_map": Nesting(shard_map),
-    primitives.custom_jvp_call_p: Nesting(custom_jvp, body="call_jaxpr", has_rule=True),
-    primitives.custom_vjp_call_p: Nesting(custom_vjp, has_rule=True),
+    primitives.custom_jvp_call_p: Nesting(
+        custom_jvp, body="call_jaxpr", has_derivative_rule=True
+    ),
+    primitives.custom_vjp_call_p: Nesting(custom_vjp, has_derivative_rule=True),
 }
 NESTED_NAMES = frozenset(
     key.name if isinstance(key, Primitive) else key for key in _NESTINGS
@@ -74,7 +75,7 @@ def reason_left_alone(equation: Any) -> str | None:
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"
     nesting = nesting_of(equation)
-    has_rule = nesting is not None and nesting.has_rule
-    if has_rule and not all(is_floating(x.aval) for x in equation.outvars):
+    has_own_rule = nesting is not None and nesting.has_derivative_rule
+    if has_own_rule and not all(is_floating(x.aval) for x in equation.outvars):
         return "a rule for results that are not floating"
     return None

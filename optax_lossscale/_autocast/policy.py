@@ -1,11 +1,13 @@
 """The policy of `autocast`: three lists of operations, and levels that select them.
 
-| list | computes in | holds |
+| list | computes in | holds at O1 |
 |---|---|---|
 | low | the low dtype | `LOW`: matrix products and convolutions |
 | full | float32 | `SENSITIVE`: exponentials, logarithms, powers; and `SUMS` |
 | widest | its widest operand's dtype | `WIDEST`: other elementwise operations, moves |
 | | as it was written | all others, such as decompositions, FFTs and kernels |
+
+At O2 and O3 the full list holds only `SUMS` and `POWERS`, whose results overflow early.
 
 Names are those of JAX primitives. Losses, norms and softmax consist of listed
 operations, so they need no entries of their own.
@@ -92,7 +94,7 @@ class Policy(NamedTuple):
         return self.level in ("O2", "O3")
 
     def products_only(self) -> "Policy":
-        """The policy under which only products are low; everything else is float32."""
+        """The policy under which only the low list is low; the rest is float32."""
         return self._replace(widest=frozenset())
 
 
@@ -103,7 +105,7 @@ def make_policy(
     high: Sequence[str],
     nested: frozenset[str],
 ) -> Policy:
-    """The lists at a level, with the caller's names moved to the lists they asked for.
+    """The lists at a level, with the caller's names moved to the low or the full list.
 
     Operations whose names are in `nested` hold programs and cannot be cast themselves.
     """

@@ -25,8 +25,8 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     float32, for example, and the sum is rounded to float16.
 
     Args:
-      fun: A function that `autocast` returned, perhaps jitted. For any other function,
-        the report shows what `autocast(fun)` would do.
+      fun: A function that `autocast` returned, perhaps jitted, or that calls one. For
+        any other function, the report shows what `autocast(fun)` would do.
       *args: Its arguments; arrays, or `jax.ShapeDtypeStruct`.
       **kwargs: Its keyword arguments.
 

@@ -17,7 +17,7 @@ from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
 from optax_lossscale._autocast.notes import Note, add_note
 from optax_lossscale._autocast.policy import Policy, make_policy
-from optax_lossscale._autocast.values import Origin, Value, argument, declared
+from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 
@@ -44,25 +44,26 @@ def autocast(
     |---|---|
     | `"O0"` | `fun` itself |
     | `"O1"` | the above, as `torch.autocast` does |
-    | `"O2"` | everything in `dtype`, arguments too; normalization layers in float32 |
-    | `"O3"` | everything in `dtype` |
+    | `"O2"` | almost all in `dtype`, arguments too; normalization layers in float32 |
+    | `"O3"` | almost all in `dtype` |
 
     **Details of O1.** An argument of one axis that is added to a product is its bias,
     and the sum has the dtype of the product. A Python number widens nothing unless it
     lies outside the range of the dtype: `x + 1e-9` is computed in float32. Quotients
     and gathers are computed in float32 and then rounded, because their derivatives
-    overflow or lose terms in float16. If a float32 parameter is used several times, or
-    read at each step of a loop, its gradient is summed in float32. Functions with their
-    own derivative rules keep them. float64, complex, integer, bool and key arrays pass
-    through. Loop carries and branch results keep their dtypes, and so do the results of
-    the function. Nothing is scaled here: in float16, `loss_scaled` does that.
+    overflow or lose terms in float16; a constant divided by a value is not rounded. If
+    a float32 parameter is used several times, or read at each step of a loop, its
+    gradient is summed in float32. Functions with their own derivative rules keep them.
+    float64, complex, integer, bool and key arrays pass through. Loop carries and branch
+    results keep their dtypes, and so do the results of the function. Nothing is scaled
+    here: in float16, `loss_scaled` does that.
 
-    **Details of O2 and O3.** Sums are still accumulated in float32, and scalars, such
-    as losses, stay in float32. Data are rounded too: targets beyond 65504 become
-    infinite. To keep the loss in float32, as MindSpore and apex do, autocast the model
-    and not the loss. Normalization layers are recognized by the name of their class,
-    their function or a `jax.named_scope`. Mark any other part that should stay in
-    float32 with `full_precision`.
+    **Details of O2 and O3.** Sums and powers are still computed in float32, and
+    scalars, such as losses, stay in float32. Data are rounded too: targets beyond 65504
+    become infinite. To keep the loss in float32, as MindSpore and apex do, autocast the
+    model and not the loss. Normalization layers are recognized by the name of their
+    class, their function or a `jax.named_scope`. Mark any other part that should stay
+    in float32 with `full_precision`.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
@@ -81,7 +82,8 @@ def autocast(
       TypeError: If `fun` is not a function, or `dtype` is not floating.
       ValueError: If `dtype` is float8, or not narrower than float32; if the level is
         unknown; if a name in `low` or `high` is not that of a primitive. When the
-        result is called, if `fun` changes an argument in place.
+        result is called, if `fun` changes an argument other than an object of
+        `flax.nnx` in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -162,7 +164,7 @@ def _call(
     closed, (results, states) = jax.make_jaxpr(trace, return_shape=True)(*arrays)
     inputs = _inputs((args, kwargs), arrays, policy)
     outputs = [value.array for value in run(closed, inputs, policy)]
-    outputs = declared(closed.jaxpr.outvars, outputs)
+    outputs = as_declared(closed.jaxpr.outvars, outputs)
     count = len(results.args)
     if states.args:
         update_modules((args, kwargs), states.func(outputs[count:]))
@@ -177,7 +179,7 @@ def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     return [
         Value(array, Origin.COMPUTED)
         if in_layer and policy.level == "O2"
-        else argument(array)
+        else as_argument(array)
         for array, in_layer in zip(arrays, in_layers, strict=True)
     ]
 

@@ -22,16 +22,16 @@ ADDS = ("add", "add_any")
 class Origin(enum.Enum):
     """Where a value comes from, as far as this matters for casts."""
 
-    COMPUTED = enum.auto()  # The result of any operation not named below.
-    PRODUCT = enum.auto()  # A result of the low list, perhaps moved.
+    COMPUTED = enum.auto()  # Any value not named below; it counts as its own dtype.
+    PRODUCT = enum.auto()  # A result of an operation in `LOW`, perhaps moved.
     ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
-    BIAS = enum.auto()  # An ARGUMENT of one axis, which may be added to a product.
+    BIAS = enum.auto()  # An ARGUMENT of one axis: if added to a product, its bias.
     LOOP_CONSTANT = enum.auto()  # A low value that a loop reads at each step.
     CUBE = enum.auto()  # A third power.
     SMALL_CUBE = enum.auto()  # A third power times a small number, as in gelu.
-    LARGE = enum.auto()  # A number that overflows in the low dtype, perhaps moved.
+    LARGE = enum.auto()  # A number beyond the low dtype, perhaps moved or multiplied.
     NORMALIZED = enum.auto()  # At O2, a result computed in a normalization layer.
-    CONSTANT = enum.auto()  # A number within the low dtype's range; it widens nothing.
+    CONSTANT = enum.auto()  # A number that the low dtype can hold; it widens nothing.
 
 
 OF_ARGUMENTS = (Origin.ARGUMENT, Origin.BIAS)
@@ -44,12 +44,12 @@ class Value(NamedTuple):
     origin: Origin
 
 
-def argument(array: Any) -> Value:
+def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
     return Value(array, Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT)
 
 
-def literal(number: Any, dtype: Any) -> Value:
+def as_literal(number: Any, dtype: Any) -> Value:
     """The value of a number, which widens if the low dtype cannot represent it."""
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
     if float(info.max) < magnitude < float("inf"):
@@ -61,12 +61,16 @@ def literal(number: Any, dtype: Any) -> Value:
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
     """The value as an equation reads it; a row that is broadcast in a sum is a bias."""
     is_argument = value.origin is Origin.ARGUMENT and equation.primitive.name in ADDS
-    if is_argument and _is_row(atom.aval) and atom.aval != equation.outvars[0].aval:
+    if (
+        is_argument
+        and _has_one_long_axis(atom.aval)
+        and atom.aval != equation.outvars[0].aval
+    ):
         return Value(value.array, Origin.BIAS)
     return value
 
 
-def _is_row(aval: Any) -> bool:
+def _has_one_long_axis(aval: Any) -> bool:
     """Whether at most one axis is longer than 1."""
     return bool(aval.ndim > 0 and sum(size > 1 for size in aval.shape) <= 1)
 
@@ -77,7 +81,7 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
     if name in LOW:
         return Origin.PRODUCT
     sum_of_products = {Origin.PRODUCT, Origin.BIAS, Origin.CONSTANT}
-    if name in ADDS and {Origin.PRODUCT} <= origins <= sum_of_products:
+    if name in ADDS and Origin.PRODUCT in origins and origins <= sum_of_products:
         return Origin.PRODUCT
     if name == "convert_element_type" and origins == {Origin.CONSTANT}:
         return Origin.CONSTANT
@@ -101,7 +105,7 @@ def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin:
         return Origin.COMPUTED
     place = is_float.index(True)
     old, new = equation.invars[place].aval, equation.outvars[0].aval
-    becomes_row = new.ndim == 1 or (_is_row(old) and new.size > old.size)
+    becomes_row = new.ndim == 1 or (_has_one_long_axis(old) and new.size > old.size)
     origin = operands[place].origin
     return Origin.BIAS if origin is Origin.ARGUMENT and becomes_row else origin
 
@@ -118,7 +122,7 @@ def is_float32(atom: Any) -> bool:
     return is_array and atom.aval.dtype == jnp.float32
 
 
-def declared(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+def as_declared(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Casts arrays to the dtypes that the program declares."""
     return [
         cast(x, atom.aval.dtype) if is_float32(atom) else x
@@ -127,9 +131,9 @@ def declared(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
 
 
 def is_move(equation: Any) -> bool:
-    """Whether an operation moves float32 values without changing them."""
+    """Whether an operation moves values without changing them."""
     name = equation.primitive.name
     atoms = [*equation.invars, *equation.outvars]
-    # A cast from float32 to float32, such as `x.astype(jnp.float32)` after a product.
+    # A cast from float32 to float32 may remain from an explicit cast after a product.
     is_cast_to_itself = name == "convert_element_type" and all(map(is_float32, atoms))
     return name in MOVES or is_cast_to_itself
