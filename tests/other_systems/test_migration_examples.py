@@ -202,13 +202,10 @@ MANAGERS = {
         2.0**24,
     ),
 }
-FIXED = [name for name in MANAGERS if name != "dynamic"]
 
 
-@pytest.mark.parametrize(
-    "manager",
-    ["dynamic", *(pytest.param(name, marks=pytest.mark.slow) for name in FIXED)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("manager", MANAGERS)
 def test_the_lenet_of_the_mindspore_page_trains_under_both_managers(manager):
     # amp_level="O0", float32; the page prints losses from 2.268 to 2.313 for ten
     # epochs on labels that are random: ln(10) is 2.303.

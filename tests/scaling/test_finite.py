@@ -161,7 +161,9 @@ def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("shape", [(4096,), (300, 400)])
+@pytest.mark.parametrize(
+    "shape", [(4096,), pytest.param((300, 400), marks=pytest.mark.slow)]
+)
 def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype):
     # XLA's maximum of 4096 and more entries drops a NaN on a CPU.
     size = math.prod(shape)
