@@ -200,7 +200,7 @@ def _reduce_axes(
         return jnp.asarray(statistic.reduce_devices(result, names))
     except NameError as error:
         error.add_note(
-            "(`axis_name` must name axes of a `pmap`, `vmap` or `shard_map` around it, "
+            "(`axis_name` must name axes of the `pmap`, `vmap` or `shard_map` around, "
             f"got {axis_name!r}; under `jit` with sharded arrays leave it out.)"
         )
         raise

@@ -39,12 +39,14 @@ def full_run(tmp_path_factory):
     return done, *files
 
 
+@pytest.mark.slow
 def test_the_results_hold_every_variant_and_figure(full_run):
     results = json.loads(full_run[1].read_text())
     assert set(results) == VARIANTS
     assert all(set(figures) == FIGURES for figures in results.values())
 
 
+@pytest.mark.slow
 def test_float16_learns_nothing_and_with_a_dynamic_scale_matches_float32(full_run):
     results = json.loads(full_run[1].read_text())
     accuracy = {name: figures["accuracy"] for name, figures in results.items()}
@@ -54,6 +56,7 @@ def test_float16_learns_nothing_and_with_a_dynamic_scale_matches_float32(full_ru
     assert accuracy["float16"] < accuracy["float16_static"]
 
 
+@pytest.mark.slow
 def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
     results = json.loads(full_run[1].read_text())
     flushed = {name: figures["flushed_to_zero"] for name, figures in results.items()}
@@ -64,6 +67,7 @@ def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
     assert results["float16_dynamic"]["final_scale"] > 2**15
 
 
+@pytest.mark.slow
 def test_the_demo_prints_a_table_and_draws_a_picture(full_run):
     done, _, picture = full_run
     rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]

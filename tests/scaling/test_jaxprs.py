@@ -1,0 +1,51 @@
+"""Reading the programs that JAX has traced."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+from helpers.programs import equations_of
+from optax_lossscale._jaxprs import flagged_variables, scan_sizes
+
+
+def names_in(function, *args):
+    return [e.primitive.name for e in equations_of(jax.make_jaxpr(function)(*args))]
+
+
+def test_equations_of_nested_programs_come_after_the_equation_that_holds_them():
+    def function(x):
+        y = jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
+        return jax.lax.while_loop(lambda y: y < 9, jnp.exp, y)
+
+    names = names_in(function, 1.0)
+    assert names[:2] == ["gt", "convert_element_type"]
+    assert {*names[names.index("cond") + 1 : names.index("while")]} == {"sin", "cos"}
+    assert {*names[names.index("while") + 1 :]} == {"lt", "exp"}
+
+
+def test_equations_of_a_program_without_constants_are_the_same():
+    closed = jax.make_jaxpr(jnp.sin)(1.0)
+    for program in (closed, closed.jaxpr):
+        assert [e.primitive.name for e in equations_of(program)] == ["sin"]
+
+
+def test_only_variables_with_a_flag_are_found():
+    program = jax.make_jaxpr(lambda x, y: (x, 2.0, y))(1.0, 2.0).jaxpr
+    x, number, y = program.outvars
+    assert isinstance(number, core.Literal)
+    assert flagged_variables([x, number, y], [True, True, False]) == {x}
+    assert flagged_variables([x, number, y], [False, False, True]) == {y}
+    with pytest.raises(ValueError, match="zip"):
+        flagged_variables([x, y], [True])
+
+
+def test_the_constants_and_the_carries_of_a_scan_are_counted():
+    def function(a, b, c, xs):
+        def step(carry, x):
+            return (carry[0] + a, carry[1] * b), x + c
+
+        return jax.lax.scan(step, (a, b), xs)
+
+    (scan,) = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(4)).jaxpr.eqns
+    assert scan_sizes(scan.params) == (3, 2)
