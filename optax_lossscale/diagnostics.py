@@ -225,7 +225,8 @@ def underflow_fraction(
         # The scaled entry is `mantissa * 2**exponent` times that half. The mantissa is
         # from 1 to 4, so clipping the exponent to [-2, 1] cannot take the product to
         # the other side of 1.
-        is_flushed = jnp.ldexp(mantissa, jnp.clip(exponent, -2, 1)) <= 1
+        power = power_of_two(jnp.clip(exponent, -2, 1)).astype(mantissa.dtype)
+        is_flushed = mantissa * power <= 1
         is_counted = entry.is_finite & ~entry.is_zero
         # Counted in integers, because a sum of ones in float32 stops at 2**24.
         flushed += jnp.sum(is_counted & is_flushed, dtype=jnp.int32).astype(jnp.float32)
