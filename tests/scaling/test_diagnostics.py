@@ -290,6 +290,12 @@ def test_a_number_is_split_as_an_array_is_split():
     assert_same_bits(split_number(0.75), split(jnp.asarray(0.75)))
 
 
+@pytest.mark.parametrize("values", [(1.75, 1.25), (1.25, 1.75)])
+def test_headroom_is_that_of_the_largest_leaf_if_all_have_one_exponent(values):
+    bits = diagnostics.headroom_bits([jnp.asarray([value]) for value in values])
+    assert bits == pytest.approx(math.log2(65504 / 1.75), abs=1e-5)
+
+
 def test_headroom_of_float64_leaves_is_float32():
     with enable_x64(True):
         dtypes = (jnp.float16, jnp.float32, jnp.float64)

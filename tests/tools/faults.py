@@ -1,11 +1,11 @@
-"""A million steps with faults, for every rule and optimizer.
+"""Trains a million steps with faulty gradients, for every rule and two optimizers.
 
     python tests/tools/faults.py [--steps N]
 
-Gradients over 16 decades, scaled and cast to float16, so that they overflow and
-underflow; NaN, infinities and zeros among them. Prints a line a case, and fails unless
-parameters and moments stay finite, every skipped step leaves them as they were, scales
-stay inside their bounds, and every count is that of an oracle in plain NumPy.
+The gradients span 16 decades and are scaled and cast to float16, so that they overflow
+and underflow; some are NaN, infinite or zero. The script prints a line for each case. It
+fails unless parameters and moments stay finite, every skipped step leaves them unchanged,
+scales stay inside their bounds, and every count equals that of an oracle in NumPy.
 """
 
 import argparse

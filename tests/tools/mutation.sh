@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Mutation testing of the core with mutmut: it changes the code in one place after the
-# other, and asks whether a test notices. Prints the share of the changes that one did,
-# and those that none did and that equivalent_mutants.md does not name; fails if there are
-# such, or below 90 %. Takes about an hour on two cores.
+# Mutation testing of the core with mutmut, which changes the code in one place after the
+# other and runs the tests concerned. Prints the share of changes that a test noticed, and
+# each other change that equivalent_mutants.md does not list. Fails if there is such a
+# change, or if the share is below 90 %. Takes about an hour on two cores.
 #
 #   tests/tools/mutation.sh [folder]     where `mutmut show NAME` then shows a change
 set -euo pipefail
@@ -16,16 +16,16 @@ source "$folder/.venv/bin/activate"
 pip install -q '.[test]' mutmut==3.8.1
 cd "$folder"
 
-# What is decorated mutmut leaves alone. These decorators change no result.
+# mutmut leaves decorated functions alone. Without these decorators results are the same.
 core=$(python -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["only_mutate"])')
 sed -i -E '/^ *@(jax\.jit|partial\(jax\.jit|functools\.wraps)/d' $core
-# What each test run would import; nothing that starts JAX, which must not be forked.
+# Every test run imports these. Nothing may start JAX here, since it must not be forked.
 printf '%s\n' jax optax flax.nnx flax.training.train_state hypothesis chex equinox \
   jaxtyping orbax.checkpoint > preload.txt
 
-# Most changes leave most programs as they are: those are compiled once.
+# Most programs are the same after a change, so they are compiled only once.
 export JAX_COMPILATION_CACHE_DIR=$folder/.jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1

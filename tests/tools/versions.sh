@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The tests on every version of Python, JAX and Optax that is supported, each in a new
-# environment; prints a line for each, and fails if one of them fails.
+# Runs the tests on every supported version of Python, JAX and Optax, each in a new
+# environment. Prints a line for each, and fails if one of them fails.
 #
 #   tests/tools/versions.sh [oldest] [3.11] [3.12] [3.13]
 #
-# `oldest` is what pyproject.toml allows, on Python 3.11; the others get the newest.
+# `oldest` takes the oldest versions that pyproject.toml allows, on Python 3.11. The others
+# take the newest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
