@@ -3,9 +3,10 @@
     python tests/tools/faults.py [--steps N]
 
 The gradients span 16 decades and are scaled and cast to float16, so that they overflow
-and underflow; some are NaN, infinite or zero. The script prints a line for each case. It
-fails unless parameters and moments stay finite, every skipped step leaves them unchanged,
-scales stay inside their bounds, and every count equals that of an oracle in NumPy.
+and underflow; some are NaN, infinite or zero. The script prints a line for each case.
+It fails unless parameters and moments stay finite, every skipped step leaves them as
+they were, scales stay inside their bounds, and every count equals that of an oracle in
+plain NumPy.
 """
 
 import argparse
