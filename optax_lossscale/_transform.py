@@ -78,11 +78,13 @@ def loss_scaled(
     `apply_updates` does not.
 
     **What goes inside.** Clipping, weight decay and accumulation need unscaled
-    gradients, so wrap them too: `loss_scaled(optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))` or
-    `loss_scaled(optax.MultiSteps(...))`. If `MultiSteps` were outside, one NaN would
-    poison it for ever. Functions that read the state of the inner optimizer take
-    `opt_state.inner_state`.
+    gradients, so wrap them too:
+
+        loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+        loss_scaled(optax.MultiSteps(optax.adamw(1e-3), 4))
+
+    If `MultiSteps` were outside, one NaN would poison it for ever. Functions that read
+    the state of the inner optimizer take `opt_state.inner_state`.
 
     Args:
       inner: The optimizer: anything with pure functions `init` and `update`. None is
