@@ -45,7 +45,7 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
     """Returns a factor rounded to float32, strictly between `low` and `high`."""
     number = _one_float64(name, value)
     with np.errstate(over="ignore"):
-        # The state is multiplied in float32, so the rounded factor must be in range.
+        # The scale is multiplied in float32, so the rounded factor must be in range.
         factor = float(number.astype(np.float32))
     if not low < factor < high:
         raise ValueError(
@@ -91,7 +91,7 @@ def check_bounds(
     """Returns a function from the step count to the floor and the cap.
 
     Where a scheduled floor exceeds the cap, the cap wins. A scheduled value outside the
-    range of loss scales is clipped to it, and NaN is no bound.
+    range of loss scales is clipped to it; a scheduled NaN means no bound at that step.
     """
     low = _check_bound("min_scale", min_scale)
     high = _check_bound("max_scale", max_scale)

@@ -1,13 +1,13 @@
 """Check whether every entry of every leaf is finite, or find the largest magnitude.
 
-Either reads the leaves once, and should cost little else:
+Both read each leaf once, and should cost little more than that:
 
 * On a GPU each kernel launch costs time, and each reduction takes two kernels. So
   leaves are concatenated in groups, and each group is reduced at once. XLA does not
   write the concatenated array to memory.
-* On a TPU or CPU the concatenation would be written to memory, and on a CPU so would
-  the array that is reduced. So leaves of one shape are combined entry by entry, and the
-  result is reduced.
+* On a TPU or CPU the concatenated array would be written to memory. On a CPU the input
+  of each reduction is written to memory too. So leaves of one shape are combined entry
+  by entry, and the result is reduced.
 * Leaves that may be sharded over devices are reduced one by one, because combining them
   could gather them.
 
@@ -33,7 +33,7 @@ from optax_lossscale._types import AxisName, PyTree
 
 # 1000 leaves make 17 groups, so 34 kernels. XLA writes much larger groups to memory.
 _LEAVES_PER_CONCATENATION = 60
-# Larger groups spill from the TPU's on-chip memory before the update reads them again.
+# Larger groups do not stay in the TPU's on-chip memory until the update reads them too.
 _LEAVES_PER_COMBINATION = 16
 
 
@@ -98,7 +98,8 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
       tree: Leaves of any dtype and shape. An empty tree is finite, and so is
         every leaf that is not floating.
       axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
-        which all devices must agree. Only the answer crosses devices.
+        which the answers of all devices are combined, so that all get the same one.
+        Only the answer crosses devices.
 
     Returns:
       `bool[]`.
@@ -124,7 +125,8 @@ def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Arr
       tree: Leaves of any dtype and shape. An empty tree has magnitude 0, and so
         has every leaf that is not floating.
       axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
-        which all devices must agree. Only the answer crosses devices.
+        which the answers of all devices are combined, so that all get the same one.
+        Only the answer crosses devices.
 
     Returns:
       `f32[]`, in the unit of the leaves, from 0 to infinity.
@@ -235,7 +237,7 @@ def _are_local() -> bool:
     return is_one_device or set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-@partial(jax.jit, static_argnums=(2, 3))  # So that it is one call outside `jit`.
+@partial(jax.jit, static_argnums=(2, 3))  # So that outside `jit` it is one dispatch.
 def _reduce_leaves(
     leaves: list[jax.Array],
     loss_scale: jax.Array | None,
@@ -288,7 +290,7 @@ def _concatenated(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 def _combined(
     arrays: list[jax.Array], combine: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    """Combines arrays of one shape, which have one dtype, entry by entry in groups."""
+    """Combines arrays of equal shape entry by entry, in groups; all have one dtype."""
     by_shape: dict[tuple[int, ...], list[jax.Array]] = {}
     for array in arrays:
         by_shape.setdefault(array.shape, []).append(array)
@@ -305,6 +307,6 @@ def _groups(arrays: list[jax.Array], size: int) -> Iterator[list[jax.Array]]:
 
 
 def _stack(scalars: list[jax.Array]) -> jax.Array:
-    # XLA would repeat a chain of scalar operations for each use of the result, and
-    # would take minutes to compile a chain of a thousand.
+    # Not combined one by one: XLA would repeat that chain of operations for each use of
+    # the result, and take minutes to compile a chain of a thousand.
     return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)

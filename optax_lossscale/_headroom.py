@@ -63,12 +63,13 @@ def headroom_loss_scale(
         top = max(max(recent), max(peaks))
         s = 2**floor(log2(finfo(dtype).max / top) - margin_bits)
 
-    within the bounds. So the scale is right after the first step, and it rises `recent`
-    steps after the gradients have shrunk.
+    within the bounds. So one step is enough to find a suitable scale. If the gradients
+    shrink, the scale rises `recent` steps later.
 
     A peak is a magnitude that overflowed, or that would have overflowed with the scale
     that the formula gives for the recent steps alone. The size of an overflow is
-    unknown: it only exceeds `finfo(dtype).max / s`, so the rule remembers twice that.
+    unknown, except that it is above `finfo(dtype).max / s`; the rule remembers twice
+    that.
 
     In a row of overflows only the first is remembered. Each further one divides the
     scale by `2**8`; the first finite step still runs with that low scale, and then the
@@ -77,11 +78,13 @@ def headroom_loss_scale(
     afterwards the scale is as low as after a single bad batch.
 
     A step whose gradients are all zero is remembered as 0. While nothing else is
-    remembered, the scale stays as it is for `recent` steps and then doubles on every
-    step, because the gradients may be zero only because the scale is too low.
+    remembered, the scale stays as it is during the first `recent` steps of the run.
+    After those it doubles on every step, because a scale that is too low may be the
+    reason why the gradients are zero.
 
-    `update(..., grads_finite=False)` counts as an overflow. A step that is skipped
-    although `grads_max` is finite does not; its magnitude is remembered.
+    `update(..., grads_finite=False)` counts as an overflow. In `adjust`,
+    `grads_finite=False` with a finite `grads_max` does not: the magnitude is
+    remembered. A step that only `check_updates` skips is not remembered at all.
 
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may

@@ -25,7 +25,7 @@ def mask_inputs(is_applied: jax.Array, tree: PyTree) -> PyTree:
     return map_floating(_zeros_unless, tree, is_applied)
 
 
-@jax.jit  # Here and below, so that it is one call outside `jit`.
+@jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _zeros_unless(leaves: list[jax.Array], is_applied: jax.Array) -> list[jax.Array]:
     return [lax.select_n(is_applied, lax.full_like(leaf, 0), leaf) for leaf in leaves]
 
@@ -146,7 +146,8 @@ def _run_masked_early(
             values[variable] = mask(variable, value)
 
     def finish(atom: core.Var | core.Literal, old: jax.Array) -> PyTree:
-        # A variable in two places of the state was masked with one of its old values.
+        # A variable that fills two places of the state was masked with the old value of
+        # one of them only, so the other place is masked here.
         is_masked = isinstance(atom, core.Var) and masked.get(atom) is old
         return read(atom) if is_masked else mask_state(is_applied, read(atom), old)
 
@@ -155,7 +156,7 @@ def _run_masked_early(
 
 
 def _moments(updates: PyTree, new: PyTree, old: PyTree) -> dict[core.Var, jax.Array]:
-    """The variables of new moments, and the old moments.
+    """Maps the variable of each new moment to the old moment.
 
     Moments are arrays of the state that have the shape of an update. Masking the rest
     early saves nothing, and must not happen to a count: if a skipped first step left it

@@ -95,9 +95,9 @@ def master_weights(
         m      = m + u
         update = round(m) - params        so that params + update = round(m)
 
-    After every step each parameter is exactly its rounded master. If float32 cannot
-    hold the difference, because the parameter falls to a thousandth or less in one
-    step, the master takes the value that the parameter gets.
+    After every step each parameter is exactly its rounded master. If a parameter
+    shrinks a thousandfold or more in one step, float32 may not hold
+    `round(m) - params`. Then the master is set to the new value of the parameter.
 
     It may go around `loss_scaled` or inside it. The results are the same, except that
     inside, the option `check_updates` also skips a step that would take a float16
@@ -120,7 +120,7 @@ def master_weights(
       >>> params = jnp.float16(1.0)
       >>> tx = ols.master_weights(optax.sgd(1e-4))
       >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
-      >>> updates, state.master_params  # Eight such steps move the parameter.
+      >>> updates, state.master_params  # The third such step moves the parameter.
       (Array(0., dtype=float32), Array(0.9999, dtype=float32))
 
     References:

@@ -69,8 +69,8 @@ class DynamicRuleState(NamedTuple):
 
     Attributes:
       growth_count: `i32[]`, finite steps since the last growth or nonfinite step.
-      hysteresis_count: `i32[]`, nonfinite steps left; the scale backs off when a
-        nonfinite step brings it to 0.
+      hysteresis_count: `i32[]`, nonfinite steps left before the scale backs off; at 0,
+        every further nonfinite step backs off.
     """
 
     growth_count: jax.Array
@@ -108,8 +108,9 @@ def dynamic_loss_scale(
     MindSpore and jmp; Flax's `DynamicScale` grows one step later.
 
     Args:
-      init_scale: First scale, dimensionless. It may lie outside the bounds, which
-        apply from the first change on. A power of two makes scaling exact.
+      init_scale: First scale, dimensionless. It may lie outside the bounds: the cap
+        applies from the first growth on, and the floor from the first backoff on. A
+        power of two makes scaling exact.
       growth_factor: Above 1, dimensionless.
       backoff_factor: Strictly between 0 and 1, dimensionless.
       growth_interval: Finite steps in a row after which the scale grows, at least 1.
@@ -123,9 +124,9 @@ def dynamic_loss_scale(
       hysteresis: How many nonfinite steps it takes to back off, at least 1. With 2, one
         bad batch is forgiven.
       hysteresis_refill: When `h` is set back to `hysteresis`. `"finite"`: on every
-        finite step, so that nonfinite steps count only in a row, as in apex's kernel;
-        each further one in the row backs off again. `"growth"`: only when the scale
-        grows, as in Megatron and DeepSpeed.
+        finite step, so that only consecutive nonfinite steps count, as in apex's
+        kernel; once `h` is used up, each further one in the row backs off. `"growth"`:
+        only when the scale grows, as in Megatron and DeepSpeed.
 
     Returns:
       A `LossScale`; its `rule_state` is a NamedTuple `(growth_count,
@@ -151,7 +152,8 @@ def dynamic_loss_scale(
       (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures
       from PyTorch: the scale has a floor and a cap, so it never reaches zero or
       infinity; the gradients are checked after unscaling; the count is compared with
-      `>=` instead of `==`, so that a count saved under a longer interval still grows.
+      `>=` instead of `==`, so that the scale still grows if a restored count already
+      exceeds the interval.
     """
     init_scale = check_scale("init_scale", init_scale)
     growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
@@ -244,9 +246,10 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
 def no_loss_scale() -> LossScale:
     """No loss scale: `s = 1`, and nothing is checked.
 
-    Use it to run a loop in float32 or bfloat16 that can also run in float16. Inside
-    `loss_scaled` the inner optimizer is called as if it stood alone, with no cast,
-    check, mask or adjustment, so that `update` compiles to the bare program.
+    Use it to run in float32 or bfloat16 the same training loop that runs in float16
+    with a loss scale. Inside `loss_scaled` the inner optimizer is called as if it stood
+    alone, with no cast, check, mask or adjustment, so that `update` compiles to the
+    bare program.
 
     Returns:
       A `LossScale`; its `rule_state` is empty. `set_loss_scale` refuses its state.

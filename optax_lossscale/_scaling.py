@@ -100,7 +100,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
 
 
-@jax.jit  # Here and below, so that it is one call outside `jit`.
+@jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
     return _multiply(leaves, loss_scale.astype)
 

@@ -83,8 +83,8 @@ def smooth_loss_scale(
 
     References:
       OpenAI's `guided-diffusion`, `fp16_util.py`. Departures: the scale has bounds,
-      and it is `2**floor(e)` instead of `2**e`, so that scaling stays exact. The cap is
-      the one of Dhariwal et al., Jukebox, 2020.
+      and it is `2**floor(e)` instead of `2**e`, so that scaling stays exact. The idea
+      of a cap is from Dhariwal et al., Jukebox, 2020.
     """
     mantissa, exponent = math.frexp(check_scale("init_scale", init_scale))
     # Much smaller steps would be rounded away when added to a fraction in float32.

@@ -63,8 +63,9 @@ def loss_scaled(
     schedules. (But on a CPU `apply_updates` flushes subnormal parameters.) State that
     lives elsewhere, such as batch statistics, is not protected: select the old value
     yourself, by `find_loss_scale_state(opt_state).last_finite`. An unusable scale (zero
-    or NaN, say from a damaged checkpoint) skips the step under every rule, and the rule
-    goes on as after a nonfinite step at its initial scale.
+    or NaN, say from a damaged checkpoint) skips the step under every rule. The rule
+    then restarts from its initial scale; if it skips at all, it also counts the step as
+    nonfinite.
 
     **Finite steps** give what the inner optimizer alone gives for the unscaled
     gradients: bit for bit outside `jit`, and up to a few ulp under `jit`, where XLA may
@@ -73,7 +74,8 @@ def loss_scaled(
 
     **Dtypes.** The inner optimizer sees gradients and parameters in float32 or wider,
     whatever their own dtypes, and its state and the updates are float32 or wider too.
-    If a mask or a label depends on the dtypes of the parameters, compute it before.
+    If a mask or a label of the inner optimizer depends on the dtypes of the parameters,
+    compute it from the original parameters and pass the result.
     `optax.apply_updates` rounds to the dtypes of the parameters; Equinox's
     `apply_updates` does not.
 
@@ -89,15 +91,16 @@ def loss_scaled(
     Args:
       inner: The optimizer: anything with pure functions `init` and `update`. None is
         `optax.identity()`, which makes a link for `optax.chain`: it unscales the
-        gradients, and zeroes them on a bad step. A link cannot stop the optimizers
-        after it from moving on a bad step (weight decay, momentum, counts), so it does
-        not skip the step. Prefer to wrap the optimizer.
+        gradients, and zeroes them on a bad step. A link does not skip the step: the
+        optimizers after it still run, and so do their weight decay, momentum and
+        counts. Prefer to wrap the optimizer.
       loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
         skip, nonfinite gradients reach the optimizer. With `no_loss_scale()`, the
         program is that of the inner optimizer alone.
       axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
-        which all devices must agree to skip; leave it out under `jit` with sharded
-        arrays. Only the verdict crosses devices. Gradients are never reduced for you.
+        which devices share the verdict: if one of them has a nonfinite gradient, all
+        skip the step. Leave it out under `jit` with sharded arrays. Only the verdict
+        crosses devices. Gradients are never reduced for you.
       unscale_mask: Marks the scaled gradients, in the form of Optax's masks: a pytree
         of bools that is a prefix of the gradients, or a function that makes one from
         them. Leaves marked False are neither unscaled nor checked. On a bad step their
@@ -138,8 +141,8 @@ def loss_scaled(
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740); `torch.amp.GradScaler`;
-      `optax.apply_if_finite`, from which it departs: nonfinite updates are never
-      applied, however many there are in a row.
+      `optax.apply_if_finite`, from which it departs: nonfinite gradients never reach
+      the optimizer, however many there are in a row.
     """
     optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
     rule = _check_rule(loss_scale)
@@ -222,7 +225,7 @@ def _judge(
     rule: LossScale,
     axis_name: AxisName | None,
 ) -> _Verdict:
-    """Checks scaled gradients as the rule asks; an unusable scale is nonfinite too."""
+    """Checks scaled gradients as the rule asks; a bad scale counts as nonfinite."""
     if rule.needs_grads_max:
         grads_max = largest_magnitude(leaves, state.loss_scale, axis_name)
         finite = jnp.isfinite(grads_max) & was_usable
@@ -236,7 +239,7 @@ def _judge(
 def _repair_scale(
     state: LossScaleState, rule: LossScale
 ) -> tuple[LossScaleState, jax.Array]:
-    """Replaces an unusable scale by the rule's first; also returns if it was usable."""
+    """Replaces an unusable scale by the initial one, and says if it was usable."""
     was_usable = is_usable(state.loss_scale)
     first_scale = rule.init().loss_scale
     loss_scale = jnp.where(was_usable, state.loss_scale, first_scale)
@@ -332,7 +335,7 @@ def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
     """Turns an outside verdict into 0 or infinity, so that one check covers it too."""
     if grads_finite is None:
         return None
-    # A loss passed by mistake would count as True, even NaN.
+    # Without this check a loss passed by mistake would count as True, even if NaN.
     if not jnp.issubdtype(jnp.result_type(grads_finite), bool):
         raise TypeError(
             f"`grads_finite` must be a bool, got {grads_finite!r}. (Did you mean "

@@ -35,7 +35,7 @@ def is_absent(node: object) -> bool:
 
 
 def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """float32 for narrower floating dtypes; a wider one itself."""
+    """Returns float32 for narrower floating dtypes, and any other one unchanged."""
     # Not by `promote_types`, which has no path from float8 to float32.
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
@@ -66,7 +66,7 @@ def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
 def map_floating(
     function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
 ) -> PyTree:
-    """Replaces the floating leaves by a function's results for the list of them."""
+    """Replaces floating leaves by the results of a function of the list of them."""
     leaves, structure = jax.tree.flatten(tree)
     mapped = iter(function([leaf for leaf in leaves if is_floating(leaf)], *args))
     merged = [next(mapped) if is_floating(leaf) else leaf for leaf in leaves]
@@ -136,4 +136,6 @@ def check_structure(tree: PyTree, params: PyTree, message: str) -> None:
     except ValueError as error:
         matched, detail = False, f"got: {error}"
     if not all(jax.tree.leaves(matched)):
-        raise ValueError(f"{message}, {detail} (Do they belong to other arguments?)")
+        raise ValueError(
+            f"{message}, {detail} (Do they belong to other arguments? Check `argnums`.)"
+        )

@@ -1,11 +1,11 @@
-"""The demo: float16 alone fails, but with a loss scale trains as well as float32.
+"""The demo: float16 alone fails; with a loss scale it trains as well as float32.
 
     python -m optax_lossscale.demo [--seed N ...] [--steps N] [--rule NAME] [--autocast]
         [--json FILE] [--plot FILE]
 
 It trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
 variants, which differ in dtype and loss scale. Nothing is scaled down to make float16
-fail: the loss is a mean over batch and classes, and four sigmoid layers shrink its
+fail: the loss is a mean over batch and classes, and five sigmoid layers shrink its
 gradients below float16's range.
 """
 

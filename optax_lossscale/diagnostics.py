@@ -222,7 +222,8 @@ def underflow_fraction(
     for entry in _splits(tree):
         mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
         exponent = entry.exponent + factor.exponent - half_exponent
-        # The scaled entry is `mantissa * 2**exponent` times that half. The mantissa is
+        # The scaled entry is `mantissa * 2**exponent` times half of the smallest
+        # subnormal number. The mantissa is
         # from 1 to 4, so clipping the exponent to [-2, 1] cannot take the product to
         # the other side of 1.
         power = power_of_two(jnp.clip(exponent, -2, 1)).astype(mantissa.dtype)

@@ -28,7 +28,8 @@ class Choice(NamedTuple):
     """In which dtype an operation computes.
 
     Attributes:
-      dtype: The dtype of its float32 operands; None leaves them as declared.
+      dtype: The dtype to which its float32 operands are cast; None leaves them in
+        float32.
       why: The reason, for the report.
       is_rounded: Whether its results are rounded to the low dtype.
     """
@@ -62,7 +63,7 @@ def _reason_for_declared(
     if name in policy.low and name not in LOW:
         return f"no {policy.dtype} on {jax.default_backend()}"
     if not policy.widest:
-        return "inside what stays in float32"
+        return "part of a layer or function kept in float32"
     if name in policy.full:
         return "float32 list"
     if name not in policy.widest or _has_own_update(equation):
@@ -95,7 +96,7 @@ def _choose_widest(
     is_lowered &= not is_scalar and Origin.LARGE not in origins
     if _needs_float32(equation, operands):
         is_rounded = is_lowered or widest == policy.dtype
-        return Choice(None, "float32, as is its derivative", is_rounded=is_rounded)
+        return Choice(None, "float32, because of its derivative", is_rounded=is_rounded)
     if name in ADDS and origins == {Origin.PRODUCT, Origin.BIAS}:
         return Choice(None, "a bias, summed in float32", is_rounded=True)
     if name in ADDS and Origin.SMALL_CUBE in origins and reads_low:

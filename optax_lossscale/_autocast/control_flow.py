@@ -28,8 +28,8 @@ class Call(NamedTuple):
     """One operation that holds programs, and the means to evaluate them.
 
     Attributes:
-      run: `interpreter.run`, which evaluates a program. It and the next one are passed
-        in, because these functions are above them in the order of imports.
+      run: `interpreter.run`, which evaluates a program. It and `read_by_products` are
+        passed in, because importing their modules here would be circular.
       read_by_products: `rounding.read_by_products`.
       equation: The operation.
       operands: The values that it reads.
@@ -56,7 +56,7 @@ class Call(NamedTuple):
         return [operand.array for operand in self.operands]
 
     def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """Traces a program as evaluated with casts, and the origins of its outputs."""
+        """Traces the evaluation of a program; also returns its outputs' origins."""
         origins: list[Origin] = []
 
         def body(*arrays: Any) -> list[Any]:

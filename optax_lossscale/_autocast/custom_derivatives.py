@@ -43,7 +43,7 @@ def custom_jvp(call: Call) -> list[Value]:
 
         atoms = [*variables, *(variables[i] for i in places)]
         traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
-        # Where the rule reads its own result, it must read the rounded one.
+        # Where the rule reads the function's result, it must read the rounded one.
         values = run(traced, as_computed(arrays), policy, [*is_low, *is_low])
         outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]

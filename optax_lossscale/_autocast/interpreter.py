@@ -47,9 +47,9 @@ def run(
       closed: The program, written for float32.
       inputs: A value for each of its inputs.
       policy: The policy for its operations.
-      rounded: For each output, whether it is rounded to the low dtype where it is made,
-        so that whatever else reads it reads the rounded value. Empty requests none;
-        values that only products read are rounded anyway.
+      rounded: For each output, whether to round it to the low dtype as soon as it is
+        computed, so that every reader sees the rounded value. If empty, no output is
+        rounded on request. Values that only products read are always rounded.
 
     Returns:
       A value for each of its outputs, perhaps narrower than declared.

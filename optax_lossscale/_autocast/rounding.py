@@ -21,7 +21,8 @@ def read_by_products(
 ) -> set[core.Var]:
     """The variables of a program that only products read.
 
-    `rounded` flags the program's results that are rounded anyway; empty flags none.
+    `rounded` says for each result of the program whether it is rounded anyway. If it is
+    empty, no result is.
     """
     rounded = rounded or [False] * len(program.outvars)
     elsewhere = flagged_variables(program.outvars, [not flag for flag in rounded])

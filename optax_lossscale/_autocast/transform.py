@@ -51,19 +51,19 @@ def autocast(
     and the sum has the dtype of the product. A Python number widens nothing unless it
     lies outside the range of the dtype: `x + 1e-9` is computed in float32. Quotients
     and gathers are computed in float32 and then rounded, because their derivatives
-    overflow or lose terms in float16; a constant divided by a value is not rounded. If
-    a float32 parameter is used several times, or read at each step of a loop, its
-    gradient is summed in float32. Functions with their own derivative rules keep them.
-    float64, complex, integer, bool and key arrays pass through. Loop carries and branch
-    results keep their dtypes, and so do the results of the function. Nothing is scaled
-    here: in float16, `loss_scaled` does that.
+    overflow or lose terms in float16; only a constant divided by a value stays in
+    float32. If a float32 parameter is used several times, or read at each step of a
+    loop, its gradient is summed in float32. Functions with their own derivative rules
+    keep them. float64, complex, integer, bool and key arrays pass through. Loop carries
+    and branch results keep their dtypes, and so do the results of the function. Nothing
+    is scaled here: in float16, `loss_scaled` does that.
 
     **Details of O2 and O3.** Sums and powers are still computed in float32, and
     scalars, such as losses, stay in float32. Data are rounded too: targets beyond 65504
-    become infinite. To keep the loss in float32, as MindSpore and apex do, autocast the
-    model and not the loss. Normalization layers are recognized by the name of their
-    class, their function or a `jax.named_scope`. Mark any other part that should stay
-    in float32 with `full_precision`.
+    become infinite. To compute the whole loss function in float32, as MindSpore and
+    apex do, wrap only the model in `autocast`. Normalization layers are recognized by
+    the name of their class, their function or a `jax.named_scope`. Mark any other part
+    that should stay in float32 with `full_precision`.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
@@ -113,7 +113,7 @@ def autocast(
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Marks a function that `autocast` leaves alone, so that it runs as it is written.
+    """Marks a function so that `autocast` leaves it alone, and it runs as written.
 
     Args:
       fun: Any function, such as a layer or a loss.

@@ -134,6 +134,6 @@ def is_move(equation: Any) -> bool:
     """Whether an operation moves values without changing them."""
     name = equation.primitive.name
     atoms = [*equation.invars, *equation.outvars]
-    # A cast from float32 to float32 may remain from an explicit cast after a product.
+    # An explicit cast of a product to float32 is traced as float32 to float32.
     is_cast_to_itself = name == "convert_element_type" and all(map(is_float32, atoms))
     return name in MOVES or is_cast_to_itself

@@ -13,8 +13,8 @@ departs from its system in three ways, which the functions' docstrings do not re
 * No rule raises an error inside a step. If a system raises because the run is stuck,
   call `raise_if_stalled` outside the step instead.
 
-Scales and factors are dimensionless; intervals, windows and counts are in finite
-steps. When the rule is made, a setting outside its range raises `ValueError`, and a
+Scales and factors are dimensionless. Intervals and windows are in finite steps;
+`hysteresis` and `delayed_shift` are in nonfinite steps. When the rule is made, a setting outside its range raises `ValueError`, and a
 setting that is not a number raises `TypeError`.
 
 Example:

@@ -28,8 +28,8 @@ def flax(
     `growth_interval + 1`, one step later than in PyTorch and most other systems.
 
     Departures: Flax averages the gradients over the axis of its `axis_name`; with the
-    `axis_name` of `loss_scaled`, devices share only whether the step is finite. A scale
-    whose count was saved under a longer interval still grows here.
+    `axis_name` of `loss_scaled`, devices share only whether the step is finite. If a
+    restored count already exceeds `growth_interval`, the scale still grows here.
 
     Args:
       scale: First scale, from `2**-126` to `2**126`.

@@ -37,7 +37,8 @@ def torch(
         finite:     t = t + 1;  if t == growth_interval: s = s * growth_factor, t = 0
         nonfinite:  s = s * backoff_factor;  t = 0
 
-    A growth beyond the range of float32 is refused, and the count restarts.
+    PyTorch refuses a growth beyond the range of float32, and restarts the count; this
+    rule does so beyond `2**126`.
 
     Departure: PyTorch has no floor, so its scale reaches zero after 166 nonfinite
     steps.
