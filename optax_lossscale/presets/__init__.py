@@ -14,8 +14,9 @@ departs from its system in three ways, which the functions' docstrings do not re
   call `raise_if_stalled` outside the step instead.
 
 Scales and factors are dimensionless. Intervals and windows are in finite steps;
-`hysteresis` and `delayed_shift` are in nonfinite steps. When the rule is made, a setting outside its range raises `ValueError`, and a
-setting that is not a number raises `TypeError`.
+`hysteresis` and `delayed_shift` are in nonfinite steps. When the rule is made, a
+setting outside its range raises `ValueError`, and a setting that is not a number raises
+`TypeError`.
 
 Example:
   >>> import optax, optax_lossscale as ols
