@@ -30,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from optax_lossscale.demo import MLP, Data, load_data, make_loss_fn
+from optax_lossscale.demo import MLP, Data, load_data, loss_fn
 
 BATCH_SIZE = 256  # Rows in one batch of all processes together.
 
@@ -115,7 +115,7 @@ def train(arguments: argparse.Namespace) -> None:
     data, _ = load_data()
     rule = ols.dynamic_loss_scale(growth_interval=10)
     tx = ols.loss_scaled(optax.adam(2e-3), rule)
-    loss_fn = make_loss_fn(MLP(jnp.float16).apply)
+    network = MLP(jnp.float16).apply
 
     def start() -> tuple[optax.Params, optax.OptState]:
         params = MLP(jnp.float16).init(jax.random.key(0), jnp.zeros((1, 64)))
@@ -124,7 +124,8 @@ def train(arguments: argparse.Namespace) -> None:
     def update(
         params: optax.Params, opt_state: optax.OptState, batch: Data
     ) -> tuple[optax.Params, optax.OptState, jax.Array]:
-        loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+        grad_fn = ols.scaled_value_and_grad(loss_fn, opt_state)
+        loss, grads = grad_fn(params, network, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
