@@ -104,7 +104,7 @@ def test_kernels_callbacks_and_references_run_as_written(capsys):
     assert capsys.readouterr().out.count("sum") == 2
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="it has no jax.new_ref")
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.new_ref")
 def test_mutable_references_keep_their_dtype():
     def fun(w, x):
         ref = jax.new_ref(jnp.zeros((3, 4)))

@@ -92,7 +92,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_inside_every_transformation_products_are_in_float16(name):
+def test_products_are_in_float16_in_functions_that_use_a_transformation(name):
     assert_autocast(PROGRAMS[name], W, X)
 
 
@@ -144,7 +144,7 @@ def test_results_under_pmap_shard_map_and_sharded_jit_are_right():
     assert_close(jax.jit(jax.vmap(cast, (None, 0)))(W, sharded), mapped)
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="it has no jax.set_mesh")
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
 def test_gradients_on_an_explicit_mesh_are_right():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("data",), explicit, devices=jax.devices()[:4])

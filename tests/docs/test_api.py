@@ -173,12 +173,18 @@ def test_the_defaults_of_fields_are_as_promised():
     assert ols.LossScale._field_defaults == {"skips": True, "needs_grads_max": False}
     assert ols.LossScaleState._field_defaults == {}
     assert ols.LossScaledState._field_defaults == {}
+
+
+def test_the_fields_of_a_histogram_are_as_promised():
     assert ols.diagnostics.ExponentHistogram._fields == (
         "exponents",
         "counts",
         "zero_count",
         "nonfinite_count",
     )
+
+
+def test_the_error_of_a_stalled_loss_scale_is_a_runtime_error():
     assert issubclass(ols.LossScaleStalledError, RuntimeError)
 
 

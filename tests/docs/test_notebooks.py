@@ -36,7 +36,7 @@ def printed(notebook):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     if IS_JAX_0_7 and path.stem == "04_many_devices":
-        pytest.skip("it uses jax.lax.pcast, which JAX 0.7 has not")
+        pytest.skip("JAX 0.7 has no jax.lax.pcast")
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()

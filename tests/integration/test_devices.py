@@ -249,7 +249,9 @@ def max_rule():
 @pytest.mark.parametrize(
     ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
 )
-def test_the_check_needs_one_collective_of_one_scalar(axis_type, leaves, rule, scalar):
+def test_the_check_needs_one_collective_that_carries_only_scalars(
+    axis_type, leaves, rule, scalar
+):
     specs = {
         f"{i}{name}": spec for i in range(leaves) for name, spec in ONE_AXIS.items()
     }
@@ -312,7 +314,7 @@ def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axe
 )
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("check_updates", "expected"), [(False, 1), (True, 2)])
-def test_in_shard_map_the_check_needs_one_collective(
+def test_in_shard_map_each_check_needs_one_collective(
     axis_name, check_vma, check_updates, expected
 ):
     mesh, params = sharded(TWO_AXES, (AxisType.Auto,) * 2)
@@ -466,7 +468,8 @@ def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     with set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
-        # Rules that need it can be used in a step that is differentiated.
+        # A step whose rule needs max_magnitude can be differentiated; the gradient of
+        # max_magnitude is zero.
         largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))
         assert not jax.jit(largest)(params["c"]).any()
 
@@ -552,7 +555,7 @@ def test_the_verdict_is_the_same_for_varying_and_invariant_gradients(spec, check
     assert not finite(jnp.ones(8).at[3].set(jnp.nan))
 
 
-def test_a_replicated_state_can_be_kept_on_only_some_devices():
+def test_without_an_axis_name_a_replicated_state_diverges_between_devices():
     # Without `axis_name` the verdicts differ, and replicated states diverge.
     def average(grads, state, params):
         state = jax.tree.map(lambda s, p: 0.5 * s + 0.5 * p, state, params)

@@ -1,9 +1,12 @@
-"""Known bugs of other loss scalers, each with a test that it cannot happen here.
+"""Known bugs of other loss scalers: a test or a comment on what happens here instead.
 
 First those of JAX: jmp, Flax's DynamicScale, mpx, optax.apply_if_finite, Haiku's
 example. Then those of PyTorch, apex, Keras, TensorFlow, MindSpore, Megatron-LM,
-DeepSpeed, fairseq and others. The numbers are those of the list that was gathered
-first. A comment stands for a bug that another file tests, or that is impossible here.
+DeepSpeed, fairseq and others. The bugs of each part are numbered from 1. A comment
+stands for a bug that another file tests, or that is impossible here.
+
+Two of JAX's bugs happen here, too: without `axis_name`, scales drift apart under pmap
+(31), and a float16 scalar loss limits the scale (34).
 """
 
 import pickle

@@ -233,7 +233,10 @@ def test_all_devices_of_pmap_have_the_same_scale():
     for shard in range(8):
         grads = jnp.ones((8, 2)).at[shard].set(2.0**7)
         _, after = update(grads, states, params)
-        # The largest unscaled gradient is 2**-8, and leaves half a bit and more.
+        # The largest unscaled gradient is 2**7 / 2**15 = 2**-8, and the margin is 0.75
+        # bits: 65504 * 2**-0.75 / 2**-8 is about 2**23.25.
         assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**23}
         _, after = update(grads.at[shard, 0].set(math.nan), after, params)
+        # A nonfinite step counts as a gradient of 2 * 65504 / 2**23:
+        # 65504 * 2**-0.75 / (2 * 65504 / 2**23) is 2**21.25.
         assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**21}

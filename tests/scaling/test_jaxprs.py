@@ -24,7 +24,7 @@ def test_equations_of_nested_programs_come_after_the_equation_that_holds_them():
     assert {*names[names.index("while") + 1 :]} == {"lt", "exp"}
 
 
-def test_equations_of_a_program_without_constants_are_the_same():
+def test_a_closed_jaxpr_and_its_jaxpr_give_the_same_equations():
     closed = jax.make_jaxpr(jnp.sin)(1.0)
     for program in (closed, closed.jaxpr):
         assert [e.primitive.name for e in equations_of(program)] == ["sin"]

@@ -38,7 +38,7 @@ def test_scaling_then_unscaling_float16_equals_a_cast_to_float32(array, loss_sca
 def test_any_history_under_scan_equals_the_oracle(settings, history):
     states = states_after(ols.dynamic_loss_scale(**settings), history)
     ours = zip(*(leaf.tolist() for leaf in states[:5]), strict=True)
-    assert list(ours) == oracle.run(history, **settings)
+    assert list(ours) == oracle.run_dynamic(history, **settings)
 
 
 @given(strategies.dynamic_settings(), strategies.histories)
@@ -131,7 +131,9 @@ loss_scaled_once = functools.cache(ols.loss_scaled)
     strategies.nonfinite,
     st.booleans(),
 )
-def test_a_skipped_step_changes_no_bit(rule, inner, seed, value, use_jit):
+def test_a_skipped_step_changes_no_bit_of_parameters_or_inner_state(
+    rule, inner, seed, value, use_jit
+):
     tx = loss_scaled_once(inner, rule)
     update = jit_once(tx.update) if use_jit else tx.update
     state = tx.init(PARAMS)

@@ -37,7 +37,7 @@ LEAVES = {
 KEY = {"key": jax.random.key(0)}
 
 
-def test_a_good_step_changes_no_bit():
+def test_masking_a_good_step_changes_no_bit():
     assert_same_bits(mask_inputs(GOOD, LEAVES), LEAVES)
     assert_same_bits(mask_updates(GOOD, LEAVES), LEAVES)
     old = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
@@ -214,7 +214,7 @@ def test_updates_are_computed_from_the_masked_state():
 
 
 @pytest.mark.parametrize("count", [0, 0.0])
-def test_scalars_are_masked_at_the_end(count):
+def test_differentiating_a_bad_first_step_gives_no_nan(count):
     # On a bad first step the bias correction divides by 1 - 0.9**0, which is 0.
     def corrected(grads, state):
         new = state + 1
@@ -229,7 +229,7 @@ def test_scalars_are_masked_at_the_end(count):
         assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
 
 
-def test_counts_of_an_ensemble_are_masked_at_the_end():
+def test_differentiating_a_bad_first_step_of_an_ensemble_gives_no_nan():
     # Counts in an array look like moments; the gradient of 0 / 0 would be NaN.
     inner = optax.adam(0.1)
 

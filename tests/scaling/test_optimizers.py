@@ -210,7 +210,7 @@ def test_an_eager_good_step_gives_the_bits_of_the_bare_optimizer(name):
 
 
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
-def test_an_eager_bad_step_changes_no_bit(name):
+def test_an_eager_bad_step_changes_no_bit_of_parameters_or_inner_state(name):
     tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
     state = tx.init(PARAMS)
     params, after = scaled_step(name, tx, PARAMS, state, jnp.nan)

@@ -250,7 +250,7 @@ def test_a_setting_can_be_at_the_end_of_its_range():
         assert ols.static_loss_scale(scale).init().loss_scale == scale
 
 
-def test_the_error_for_a_setting_without_an_upper_limit_names_no_limit():
+def test_the_error_for_a_setting_without_an_upper_limit_names_no_upper_limit():
     with pytest.raises(
         ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
     ):

@@ -183,7 +183,7 @@ def test_a_custom_rule_that_never_skips_is_told_that_every_step_is_finite():
 @pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_all_members_of_a_named_axis_skip_if_one_member_does(make, check_updates):
-    inner = adam() if not check_updates else nan_updates_when(0.5)
+    inner = adam() if not check_updates else infinite_updates_above(0.5)
     tx = ols.loss_scaled(
         inner, make(SCALE), axis_name="device", check_updates=check_updates
     )
@@ -361,7 +361,8 @@ def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked():
 
 
 def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
-    # The recipe for flax's `_overwrite_with_gradient`: its "gradient" is the value.
+    # In flax's collection `_overwrite_with_gradient`, the gradient is the new value
+    # itself, so it must not be unscaled.
     owg = "_overwrite_with_gradient"
     params = {"params": PARAMS, owg: {"amax": jnp.asarray([1.0, 2.0])}}
     mask = {"params": True, owg: False}
@@ -384,7 +385,7 @@ def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
     assert_same_bits(bad, params)
 
 
-def nan_updates_when(threshold):
+def infinite_updates_above(threshold):
     """An optimizer whose updates are infinite for some finite gradients."""
 
     def update(updates, state, params=None):
@@ -398,7 +399,7 @@ def nan_updates_when(threshold):
 
 def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
     rule = ols.dynamic_loss_scale(SCALE, growth_interval=2)
-    tx = ols.loss_scaled(nan_updates_when(100.0), rule, check_updates=True)
+    tx = ols.loss_scaled(infinite_updates_above(100.0), rule, check_updates=True)
     _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
     large = scaled(GRADS, SCALE * 1000)
     updates, after = tx.update(large, state, PARAMS)
@@ -412,7 +413,7 @@ def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
 
 
 def test_check_updates_backs_off_when_the_gradients_are_to_blame():
-    tx = ols.loss_scaled(nan_updates_when(-1.0), RULE, check_updates=True)
+    tx = ols.loss_scaled(infinite_updates_above(-1.0), RULE, check_updates=True)
     _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
     assert ols.get_loss_scale(state) == SCALE / 2
 
@@ -468,7 +469,7 @@ def test_check_updates_skips_a_step_whose_zero_gradient_gives_a_nan_update(make)
 
 
 def test_without_check_updates_nonfinite_updates_pass():
-    tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
+    tx = ols.loss_scaled(infinite_updates_above(100.0), RULE)
     updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
     assert jnp.isinf(updates["w"]).any()
 
