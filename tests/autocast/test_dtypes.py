@@ -11,7 +11,15 @@ import pytest
 import optax_lossscale as ols
 from helpers.compat import enable_x64
 from helpers.programs import dtypes_of
-from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_loss
+from helpers.under_autocast import (
+    HALF,
+    W,
+    X,
+    assert_autocast,
+    assert_close,
+    computed_in,
+    dot_loss,
+)
 
 
 def test_each_operation_computes_in_the_dtype_of_its_list(capsys):
@@ -154,6 +162,33 @@ def test_products_with_other_dtypes_and_complex_numbers_are_left_as_they_are():
         product = ols.autocast(jnp.matmul)(W.astype(jnp.float64), big)
         assert product.dtype == jnp.float64
         assert jnp.isfinite(product).all()
+
+
+def test_other_dtypes_pass_through():
+    def fun(tree):
+        return {**tree, "c": tree["c"] @ tree["c"], "i": tree["i"] @ tree["i"]}
+
+    tree = {
+        "c": jnp.ones((2, 2), jnp.complex64),
+        "i": jnp.full((2, 2), 70_000),
+        "b": jnp.ones(2, bool),
+        "k": jax.random.key(0),
+        "h": jnp.ones(2, jnp.bfloat16),
+        "e": jnp.zeros((0, 3)),
+    }
+    chex.assert_trees_all_equal(ols.autocast(fun)(tree), fun(tree))
+
+
+def test_float64_passes_through():
+    with enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2)))
+        assert x.dtype == jnp.float64
+
+        def fun(x):
+            return jnp.sum(jnp.exp(x @ x))
+
+        np.testing.assert_array_equal(ols.autocast(fun)(x), fun(x))
+        assert_autocast(dot_loss, W, X)
 
 
 def test_an_outer_product_is_not_treated_as_a_product():

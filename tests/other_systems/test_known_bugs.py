@@ -274,7 +274,7 @@ def test_jax_30_init_works_on_abstract_shapes():
 # and the state is arrays (`tests/scaling/test_laws.py`).
 
 
-# 33, an ensemble that skips together: `tests/integration/test_devices.py`.
+# 33, an ensemble that skips together: `tests/scaling/test_transform.py`.
 
 
 @pytest.mark.parametrize(("scale", "is_finite"), [(2.0**15, True), (2.0**16, False)])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,15 @@ def test_the_types_in_a_state_never_change(settings, finite):
         )
 
 
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+def test_the_types_in_a_state_of_smooth_and_headroom_never_change(rule):
+    state = rule.init()
+    for adjust in (rule.adjust, jax.jit(rule.adjust)):
+        after = adjust(state, True, 1.0)
+        assert types(after) == types(state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
 @given(strategies.trees(), strategies.nonfinite, st.data())
 def test_one_nonfinite_entry_anywhere_flips_the_verdict(tree, value, data):
     assert ols.all_finite(tree)
@@ -144,6 +154,22 @@ def test_a_skipped_step_changes_no_bit_of_parameters_or_inner_state(
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
     assert_same_bits(after.inner_state, state.inner_state)
     assert after.loss_scale_state.total_notfinite == 1
+
+
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_skipped_under_smooth_and_headroom_changes_only_the_state_of_the_rule(
+    rule, value
+):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.asarray([0.5, -0.0])}
+    tx = ols.loss_scaled(adam(), rule)
+    update = jax.jit(tx.update)
+    _, state = update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    bad = {"w": jnp.ones((2, 3)).at[1, 2].set(value), "b": jnp.ones(2)}
+    updates, after = update(bad, state, params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert ols.get_loss_scale(after) < ols.get_loss_scale(state)
 
 
 @given(st.sampled_from(INNERS), st.integers(0, 2**31), strategies.powers_of_two)

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from helpers.compare import assert_same_bits, types
 from helpers.compat import set_mesh
 from optax_lossscale import _masking
-from optax_lossscale._jaxprs import evaluate
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -274,12 +273,6 @@ def test_an_error_of_the_update_is_raised_unchanged():
 
     with pytest.raises(KeyError, match="no such moment"):
         jax.jit(lambda *args: masked(*args, broken))(GOOD, GRADS, OLD)
-
-
-def test_an_equation_can_be_evaluated_with_other_parameters():
-    cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
-    assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
-    assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
 
 
 def test_a_profile_shows_the_names_of_the_update():

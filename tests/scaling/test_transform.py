@@ -1,5 +1,6 @@
 """`loss_scaled`: steps, refused arguments, and what the inner optimizer is given."""
 
+import functools
 import re
 
 import jax
@@ -493,6 +494,12 @@ def test_a_state_of_another_rule_is_refused(rule, other):
     tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
 
 
+def test_an_optimizer_with_the_rule_of_torch_refuses_a_state_of_deepspeed():
+    state = ols.loss_scaled(None, ols.presets.deepspeed()).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="must be a LossScaledState of this"):
+        ols.loss_scaled(None, ols.presets.torch()).update(jnp.ones(1), state)
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda s: (s,), lambda s: None, lambda s: s._asdict()]
 )
@@ -640,6 +647,44 @@ def test_jit_agrees_with_eager():
     for grads in (scaled(GRADS), poisoned(scaled(GRADS))):
         eager = tx.update(grads, tx.init(PARAMS), PARAMS)
         assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
+
+
+@pytest.mark.parametrize("is_adam", [True, False])
+def test_in_an_ensemble_only_the_bad_member_skips(is_adam):
+    tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
+    params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)
+    states = jax.vmap(tx.init)(params)
+    grads = jax.tree.map(lambda p: p * SCALE, params)
+    grads["b"] = grads["b"].at[1, 0].set(jnp.inf)
+    updates, states = jax.vmap(tx.update)(grads, states, params)
+    after = optax.apply_updates(params, updates)
+    assert states.loss_scale_state.last_finite.tolist() == [True, False, True]
+    assert states.loss_scale_state.total_notfinite.tolist() == [0, 1, 0]
+    if not is_adam:
+        expected = params["w"] * jnp.asarray([-1.0, 0.0, -1.0])[:, None, None]
+        np.testing.assert_array_equal(updates["w"], expected)
+    assert ols.get_loss_scale(states).tolist() == [SCALE, SCALE / 2, SCALE]
+    for member, moved in enumerate([True, False, True]):
+        same = bool((after["w"][member] == params["w"][member]).all())
+        assert same != moved
+
+
+def test_donated_buffers_are_reused():
+    tx = ols.loss_scaled(adam(), RULE)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, poison):
+        grads = jax.tree.map(lambda p: p * poison, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    for poison in (1.0, np.nan, 1.0):
+        old = jax.tree.leaves((params, state.inner_state))
+        params, state = step(params, state, poison)
+        assert all(leaf.is_deleted() for leaf in old)
+    assert state.loss_scale_state.total_notfinite == 1
 
 
 def test_an_inner_optimizer_that_is_already_loss_scaled_is_refused():
