@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7
+from helpers.programs import dtypes_of
 from helpers.under_autocast import W, X, assert_close
 
 
@@ -23,7 +24,7 @@ def test_every_kind_of_scatter_runs(name):
     assert_close(of_segments(W, X), jax.ops.segment_max(X @ W, places, 2))
 
 
-def test_kernels_callbacks_and_references_run_as_written(capsys):
+def test_kernels_and_callbacks_run_as_written(capsys):
     def kernel(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
 
@@ -37,6 +38,11 @@ def test_kernels_callbacks_and_references_run_as_written(capsys):
 
     assert_close(ols.autocast(fun)(W, X), fun(W, X))
     assert capsys.readouterr().out.count("sum") == 2
+    cast = ols.autocast(fun)
+    for name in ("pallas_call", "pure_callback"):
+        assert dtypes_of(cast, W, X, name=name) == [("float32",)]
+    in_kernel = dtypes_of(cast, W, X, name="mul")
+    assert in_kernel == [("float32", "float32")]
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.new_ref")
@@ -48,3 +54,6 @@ def test_mutable_references_keep_their_dtype():
         return ref[...]
 
     assert_close(ols.autocast(fun)(W, X), fun(W, X))
+    for name, count in (("get", 1), ("swap", 2)):
+        dtypes = dtypes_of(ols.autocast(fun), W, X, name=name)
+        assert set(dtypes) == {("float32",) * count}

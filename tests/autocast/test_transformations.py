@@ -18,6 +18,7 @@ from helpers.under_autocast import (
     assert_close,
     dot_loss,
     own_layer,
+    with_scan,
 )
 
 
@@ -85,9 +86,22 @@ def with_custom_jvp(w, x):
 
 
 PROGRAMS = {
-    name.removeprefix("with_"): value
-    for name, value in globals().items()
-    if name.startswith("with_")
+    program.__name__.removeprefix("with_"): program
+    for program in (
+        with_jit,
+        with_vmap,
+        with_jvp,
+        with_grad,
+        with_linearize,
+        with_cond,
+        with_switch,
+        with_scan,
+        with_remat,
+        with_names,
+        with_associative_scan,
+        with_custom_vjp,
+        with_custom_jvp,
+    )
 }
 
 

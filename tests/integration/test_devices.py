@@ -461,6 +461,16 @@ def test_an_empty_tuple_of_axis_names_means_no_axis():
         )
     )
     assert finite(jnp.ones(8))
+    of_each_device = jax.jit(
+        jax.shard_map(
+            lambda grads: ols.all_finite(grads, axis_name=()).reshape(1),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+    )
+    verdicts = of_each_device(jnp.ones(8).at[3].set(jnp.nan))
+    assert verdicts.tolist() == [True] * 3 + [False] + [True] * 4
 
 
 def test_the_update_never_branches_on_the_verdict_of_one_device():

@@ -74,7 +74,7 @@ MAKE = {
 LEFT_OUT = {
     "differentially_private_aggregate": "a gradient per example: tested below in dpsgd",
     "dpsgd": "takes a gradient per example: tested below",
-    "lookahead": "its parameters are pairs: tested below",
+    "lookahead": "its parameters are pairs: tested in test_transform.py",
     "measure_with_ema": "it measures, and emits no update",
     "monitor": "its state changes structure in the first update, bare as well",
     "scale_by_muon": "needs dimension numbers, which `muon` makes",
@@ -252,17 +252,6 @@ def test_one_scan_over_good_and_bad_steps_equals_two_shorter_scans(name):
         looped = scan(looped, piece)
     assert_within_ulp(scanned, looped, 2 * MAX_ULP.get(name, 4))
     assert types(scanned) == types(first)
-
-
-def test_lookahead_works_with_its_pairs_of_parameters():
-    tx = lenient(optax.lookahead(optax.sgd(0.05), 2, 0.5))
-    wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))
-    pairs = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
-    grads = jax.grad(loss_fn)(PARAMS)
-    expected = tx.update(grads, tx.init(pairs), pairs)
-    scaled = jax.tree.map(lambda g: g * SCALE, grads)
-    updates, state = wrapped.update(scaled, wrapped.init(pairs), pairs)
-    assert_same_bits((updates, state.inner_state), expected)
 
 
 def test_an_optimizer_that_takes_a_gradient_per_example_works():
