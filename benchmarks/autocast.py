@@ -24,11 +24,11 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import SingleDeviceSharding
 
 import optax_lossscale as ols
+from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
-from _lib.programs import bytes_and_kernels
+from _lib.models import MODELS, Case, Encoder
 from _lib.tables import print_table, versions
 from _lib.torch_operations import OPERATIONS
-from _lib.zoo import MODELS, Case, Encoder
 from optax_lossscale._jaxprs import equations_of
 
 LOSS_SCALE = 2.0**10

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
-from _lib.programs import bytes_and_kernels
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
 

@@ -11,7 +11,15 @@ import pytest
 import optax_lossscale as ols
 from helpers.compat import enable_x64
 from helpers.programs import dtypes_of
-from helpers.under_autocast import HALF, W, X, assert_close, computed_in, dot_loss
+from helpers.under_autocast import (
+    HALF,
+    W,
+    X,
+    assert_autocast,
+    assert_close,
+    computed_in,
+    dot_loss,
+)
 
 
 def test_each_operation_computes_in_the_dtype_of_its_list(capsys):
@@ -59,13 +67,6 @@ def test_a_number_widens_a_product_only_if_float16_cannot_hold_it(number, dtype)
 
     (found,) = dtypes_of(ols.autocast(fun), W, X, name="max")
     assert found[0] == dtype
-
-
-def test_a_mask_of_minus_1e9_leaves_a_fully_masked_row_uniform():
-    def fun(w, x):
-        return jax.nn.softmax(jnp.where(jnp.zeros((3, 4), bool), x @ w, -1e9))
-
-    np.testing.assert_array_equal(ols.autocast(fun)(W, X), 0.25)
 
 
 def test_squares_and_reciprocals_are_in_float32():
@@ -156,6 +157,33 @@ def test_products_with_other_dtypes_and_complex_numbers_are_left_as_they_are():
         assert jnp.isfinite(product).all()
 
 
+def test_other_dtypes_pass_through():
+    def fun(tree):
+        return {**tree, "c": tree["c"] @ tree["c"], "i": tree["i"] @ tree["i"]}
+
+    tree = {
+        "c": jnp.ones((2, 2), jnp.complex64),
+        "i": jnp.full((2, 2), 70_000),
+        "b": jnp.ones(2, bool),
+        "k": jax.random.key(0),
+        "h": jnp.ones(2, jnp.bfloat16),
+        "e": jnp.zeros((0, 3)),
+    }
+    chex.assert_trees_all_equal(ols.autocast(fun)(tree), fun(tree))
+
+
+def test_float64_passes_through():
+    with enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2)))
+        assert x.dtype == jnp.float64
+
+        def fun(x):
+            return jnp.sum(jnp.exp(x @ x))
+
+        np.testing.assert_array_equal(ols.autocast(fun)(x), fun(x))
+        assert_autocast(dot_loss, W, X)
+
+
 def test_an_outer_product_is_not_treated_as_a_product():
     def fun(positions, frequencies):
         return jnp.sin(jnp.einsum("i,j->ij", positions, frequencies))
@@ -188,7 +216,7 @@ def test_with_bfloat16_products_are_in_bfloat16():
     "low",
     [-1e9, pytest.param(float(np.finfo(np.float32).min), marks=pytest.mark.slow)],
 )
-def test_a_fully_masked_row_is_uniform_at_every_level(level, dtype, low):
+def test_a_softmax_of_fully_masked_entries_is_uniform_at_every_level(level, dtype, low):
     mask = jnp.arange(4)[:, None] < jnp.asarray([[4], [4], [4], [0]])[:, 0][None]
 
     def attend(scores):
@@ -204,6 +232,12 @@ def test_a_fully_masked_row_is_uniform_at_every_level(level, dtype, low):
         cast = ols.autocast(fun, dtype, level=level)
         np.testing.assert_allclose(cast(W, X)[:, 3], 0.25)
         assert np.isfinite(jax.grad(lambda w, f=cast: jnp.sum(f(w, X)[0]))(W)).all()
+
+    def all_masked(w, x):
+        return jax.nn.softmax(jnp.where(jnp.zeros((3, 4), bool), x @ w, low))
+
+    cast = ols.autocast(all_masked, dtype, level=level)
+    np.testing.assert_array_equal(cast(W, X), 0.25)
 
 
 def test_a_mask_that_is_an_argument_is_not_treated_as_a_bias():

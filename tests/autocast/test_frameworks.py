@@ -1,4 +1,4 @@
-"""Modules of NNX, Linen and Equinox under autocast, and a whole train step."""
+"""Modules of NNX and Equinox under autocast, and a whole train step."""
 
 import equinox as eqx
 import jax

@@ -1,6 +1,7 @@
-"""The lists of operations, and the table of those that hold programs, name primitives.
+"""Every name in the lists and the table of operations is that of a JAX primitive.
 
-A name that JAX does not have would silently match nothing.
+The table is that of the operations that hold programs. A name that JAX does not have
+would silently match nothing.
 """
 
 import gc

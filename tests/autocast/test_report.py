@@ -18,6 +18,9 @@ def test_the_report_accepts_abstract_arguments_and_jitted_functions(capsys):
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
     ols.autocast_report(jax.jit(ols.autocast(dot_loss, jnp.bfloat16)), *args)
     assert "bfloat16  low list" in capsys.readouterr().out
+
+
+def test_a_function_without_autocast_is_reported_as_autocast_would_run_it(capsys):
     ols.autocast_report(with_scan, W, X)
     lines = capsys.readouterr().out.splitlines()
     titles = ["times", "operation", "computed", "result", "why", "where"]
@@ -26,7 +29,10 @@ def test_the_report_accepts_abstract_arguments_and_jitted_functions(capsys):
     assert [row[:6] for row in products] == [
         ["1", "dot_general", "float16", "float16", "low", "list"]
     ] * 2
-    assert "under_autocast.py" in products[0][6]
+    assert "under_autocast.py" in products[0][6]  # The source file.
+
+
+def test_equal_operations_on_one_line_share_a_row_that_counts_them(capsys):
     ols.autocast_report(lambda x: x + 1.0 + 1.0, X)
     (line,) = capsys.readouterr().out.splitlines()[1:]
     assert line.split()[:3] == ["2", "add", "float32"]
@@ -39,25 +45,38 @@ def test_the_report_shows_that_a_bias_is_added_in_float32_and_rounded(capsys):
     assert ["1", "add", "float32", "float16"] in rows
 
 
-def test_the_report_shows_the_program_that_runs(capsys):
-    def report(fun, *args):
-        ols.autocast_report(fun, *args)
-        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-        products = [row for row in rows if row[1] == "dot_general"]
-        return [row[2] for row in products for _ in range(int(row[0]))]
+def dtypes_of_products(capsys, fun, *args):
+    """The dtype in which each matrix product computes, according to the report."""
+    ols.autocast_report(fun, *args)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    products = [row for row in rows if row[1] == "dot_general"]
+    return [row[2] for row in products for _ in range(int(row[0]))]
 
+
+def test_the_report_of_a_callable_object_heeds_full_precision(capsys):
     class Agent:
         policy = "mlp"
 
         def __call__(self, x):
             return x @ W
 
-    assert report(ols.autocast(ols.full_precision(Agent())), X) == ["float32"]
-    assert report(Agent(), X) == ["float16"]
-    assert report(
-        functools.partial(ols.autocast(dot_loss, high=["dot_general"]), W), X
-    ) == ["float32"]
-    assert report(ols.autocast(jax.grad(dot_loss)), W, X) == ["float16"] * 2
-    assert report(ols.autocast(jax.vmap(lambda v: W @ v)), X) == ["float16"]
+    exact = ols.autocast(ols.full_precision(Agent()))
+    assert dtypes_of_products(capsys, exact, X) == ["float32"]
+    assert dtypes_of_products(capsys, Agent(), X) == ["float16"]
+
+
+def test_the_report_of_a_partial_function_heeds_the_settings_of_autocast(capsys):
+    partial = functools.partial(ols.autocast(dot_loss, high=["dot_general"]), W)
+    assert dtypes_of_products(capsys, partial, X) == ["float32"]
+
+
+def test_the_report_shows_the_products_of_gradients_and_of_vmap(capsys):
+    gradient = ols.autocast(jax.grad(dot_loss))
+    assert dtypes_of_products(capsys, gradient, W, X) == ["float16"] * 2
+    rows = ols.autocast(jax.vmap(lambda v: W @ v))
+    assert dtypes_of_products(capsys, rows, X) == ["float16"]
+
+
+def test_the_report_names_the_level_that_casts_nothing(capsys):
     ols.autocast_report(jax.jit(ols.autocast(dot_loss, level="O0")), W, X)
     assert "level O0" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from helpers.under_autocast import (
     assert_close,
     dot_loss,
     own_layer,
+    with_scan,
 )
 
 
@@ -85,14 +86,27 @@ def with_custom_jvp(w, x):
 
 
 PROGRAMS = {
-    name.removeprefix("with_"): value
-    for name, value in globals().items()
-    if name.startswith("with_")
+    program.__name__.removeprefix("with_"): program
+    for program in (
+        with_jit,
+        with_vmap,
+        with_jvp,
+        with_grad,
+        with_linearize,
+        with_cond,
+        with_switch,
+        with_scan,
+        with_remat,
+        with_names,
+        with_associative_scan,
+        with_custom_vjp,
+        with_custom_jvp,
+    )
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_inside_every_transformation_products_are_in_float16(name):
+def test_products_are_in_float16_in_functions_that_use_a_transformation(name):
     assert_autocast(PROGRAMS[name], W, X)
 
 
@@ -144,7 +158,7 @@ def test_results_under_pmap_shard_map_and_sharded_jit_are_right():
     assert_close(jax.jit(jax.vmap(cast, (None, 0)))(W, sharded), mapped)
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="it has no jax.set_mesh")
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
 def test_gradients_on_an_explicit_mesh_are_right():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("data",), explicit, devices=jax.devices()[:4])

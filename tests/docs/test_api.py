@@ -164,6 +164,11 @@ def test_the_list_of_public_names_is_complete_and_sorted():
     assert public - functions == {*FIELDS, "LossScaleStalledError"}
 
 
+def test_every_preset_is_listed():
+    promised = {name for owner, name in EXPECTED if owner is ols.presets}
+    assert set(ols.presets.__all__) == promised
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_fields_of_states_are_as_promised(name):
     assert getattr(ols, name)._fields == tuple(FIELDS[name].split())
@@ -173,12 +178,18 @@ def test_the_defaults_of_fields_are_as_promised():
     assert ols.LossScale._field_defaults == {"skips": True, "needs_grads_max": False}
     assert ols.LossScaleState._field_defaults == {}
     assert ols.LossScaledState._field_defaults == {}
+
+
+def test_the_fields_of_a_histogram_are_as_promised():
     assert ols.diagnostics.ExponentHistogram._fields == (
         "exponents",
         "counts",
         "zero_count",
         "nonfinite_count",
     )
+
+
+def test_the_error_of_a_stalled_loss_scale_is_a_runtime_error():
     assert issubclass(ols.LossScaleStalledError, RuntimeError)
 
 
@@ -187,3 +198,11 @@ def test_the_defaults_of_fields_are_as_promised():
 )
 def test_every_public_name_has_a_docstring_with_a_doctest(module, name):
     assert ">>> " in inspect.getdoc(getattr(module, name))
+
+
+@pytest.mark.parametrize("name", ols.presets.__all__)
+def test_every_preset_documents_itself(name):
+    sections = inspect.getdoc(getattr(ols.presets, name))
+    for section in ("Args:", "Returns:", "Raises:", "Example:", ">>> ", "References:"):
+        assert section in sections
+    assert "\n    " in sections  # The formula.

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 
-def run(
+def run_dynamic(
     history: Iterable[bool],
     *,
     init_scale: float,
@@ -19,7 +19,10 @@ def run(
     hysteresis: int,
     hysteresis_refill: str,
 ) -> list[tuple[float, bool, int, int, int]]:
-    """After each step: scale, last finite, consecutive skips, all skips, steps."""
+    """The dynamic rule after each step.
+
+    A row holds scale, last finite, consecutive skips, all skips, steps.
+    """
     f32 = np.float32
     s, n, h = f32(init_scale), 0, hysteresis
     row = total = 0

@@ -122,7 +122,7 @@ for missing in ("flax", "matplotlib", "sklearn", "tqdm"):
 """
 
 
-def test_without_a_package_it_needs_the_demo_says_what_to_install():
+def test_the_demo_says_what_to_install_if_a_package_is_missing():
     command = [sys.executable, "-c", WITHOUT_EACH_PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
@@ -133,7 +133,9 @@ def test_without_a_package_it_needs_the_demo_says_what_to_install():
 
 
 @pytest.mark.slow
-def test_the_float32_network_under_autocast_trains_as_well(tmp_path, full_run):
+def test_the_float32_network_under_autocast_trains_as_well_as_by_hand(
+    tmp_path, full_run
+):
     files = (tmp_path / "results.json", tmp_path / "picture.png")
     done = run_demo("--autocast", "--json", files[0], "--plot", files[1])
     assert done.returncode == 0, done.stderr

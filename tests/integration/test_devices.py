@@ -162,44 +162,6 @@ def test_under_sharded_jit_all_devices_skip_and_every_type_is_kept(axis_type):
         assert skipped.loss_scale_state.total_notfinite == 1
 
 
-@pytest.mark.parametrize("is_adam", [True, False])
-def test_in_an_ensemble_only_the_bad_member_skips(is_adam):
-    tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
-    params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)
-    states = jax.vmap(tx.init)(params)
-    grads = jax.tree.map(lambda p: p * SCALE, params)
-    grads["b"] = grads["b"].at[1, 0].set(jnp.inf)
-    updates, states = jax.vmap(tx.update)(grads, states, params)
-    after = optax.apply_updates(params, updates)
-    assert states.loss_scale_state.last_finite.tolist() == [True, False, True]
-    assert states.loss_scale_state.total_notfinite.tolist() == [0, 1, 0]
-    if not is_adam:
-        expected = params["w"] * jnp.asarray([-1.0, 0.0, -1.0])[:, None, None]
-        np.testing.assert_array_equal(updates["w"], expected)
-    assert ols.get_loss_scale(states).tolist() == [SCALE, SCALE / 2, SCALE]
-    for member, moved in enumerate([True, False, True]):
-        same = bool((after["w"][member] == params["w"][member]).all())
-        assert same != moved
-
-
-def test_donated_buffers_are_reused():
-    tx = ols.loss_scaled(adam(), RULE)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, poison):
-        grads = jax.tree.map(lambda p: p * poison, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = tx.init(params)
-    for poison in (1.0, np.nan, 1.0):
-        old = jax.tree.leaves((params, state.inner_state))
-        params, state = step(params, state, poison)
-        assert all(leaf.is_deleted() for leaf in old)
-    assert state.loss_scale_state.total_notfinite == 1
-
-
 def collectives(function, *args):
     return collectives_of(jax.jit(function).lower(*args).compile())
 
@@ -249,7 +211,9 @@ def max_rule():
 @pytest.mark.parametrize(
     ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
 )
-def test_the_check_needs_one_collective_of_one_scalar(axis_type, leaves, rule, scalar):
+def test_the_check_needs_one_collective_that_carries_only_scalars(
+    axis_type, leaves, rule, scalar
+):
     specs = {
         f"{i}{name}": spec for i in range(leaves) for name, spec in ONE_AXIS.items()
     }
@@ -312,7 +276,7 @@ def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axe
 )
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("check_updates", "expected"), [(False, 1), (True, 2)])
-def test_in_shard_map_the_check_needs_one_collective(
+def test_in_shard_map_each_check_needs_one_collective(
     axis_name, check_vma, check_updates, expected
 ):
     mesh, params = sharded(TWO_AXES, (AxisType.Auto,) * 2)
@@ -466,7 +430,8 @@ def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     with set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
-        # Rules that need it can be used in a step that is differentiated.
+        # A step whose rule needs max_magnitude can be differentiated; the gradient of
+        # max_magnitude is zero.
         largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))
         assert not jax.jit(largest)(params["c"]).any()
 
@@ -496,6 +461,16 @@ def test_an_empty_tuple_of_axis_names_means_no_axis():
         )
     )
     assert finite(jnp.ones(8))
+    of_each_device = jax.jit(
+        jax.shard_map(
+            lambda grads: ols.all_finite(grads, axis_name=()).reshape(1),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+    )
+    verdicts = of_each_device(jnp.ones(8).at[3].set(jnp.nan))
+    assert verdicts.tolist() == [True] * 3 + [False] + [True] * 4
 
 
 def test_the_update_never_branches_on_the_verdict_of_one_device():
@@ -552,7 +527,7 @@ def test_the_verdict_is_the_same_for_varying_and_invariant_gradients(spec, check
     assert not finite(jnp.ones(8).at[3].set(jnp.nan))
 
 
-def test_a_replicated_state_can_be_kept_on_only_some_devices():
+def test_without_an_axis_name_a_replicated_state_diverges_between_devices():
     # Without `axis_name` the verdicts differ, and replicated states diverge.
     def average(grads, state, params):
         state = jax.tree.map(lambda s, p: 0.5 * s + 0.5 * p, state, params)
@@ -652,6 +627,40 @@ def test_the_maximum_over_shards_does_not_drop_a_nan(axis_type):
         assert jax.jit(ols.max_magnitude)([bad]) == np.inf
     largest = jax.pmap(lambda x: ols.max_magnitude(x, axis_name="i"), axis_name="i")
     assert (largest(poison.reshape(8, -1)) == np.inf).all()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_headroom_rule_sees_a_nan_on_any_shard(axis_type):
+    # XLA's maximum over devices drops a NaN.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    tx = ols.loss_scaled(adam(), ols.headroom_loss_scale())
+    update = jax.jit(tx.update)
+    with set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("data"))
+        params = jax.device_put(jnp.ones((8, 2)), sharding)
+        state = tx.init(params)
+        for shard in range(8):
+            grads = np.ones((8, 2), np.float32)
+            grads[shard, 1] = jnp.nan
+            _, after = update(jax.device_put(grads, sharding), state, params)
+            assert not ols.find_loss_scale_state(after).last_finite, shard
+
+
+def test_all_devices_of_pmap_have_the_same_headroom_scale():
+    tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
+    params = jnp.ones(2)
+    states = jax.tree.map(lambda x: jnp.stack([x] * 8), tx.init(params))
+    update = jax.pmap(tx.update, axis_name="data", in_axes=(0, 0, None))
+    for shard in range(8):
+        grads = jnp.ones((8, 2)).at[shard].set(2.0**7)
+        _, after = update(grads, states, params)
+        # The largest unscaled gradient is 2**7 / 2**15 = 2**-8, and the margin is 0.75
+        # bits: 65504 * 2**-0.75 / 2**-8 is about 2**23.25.
+        assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**23}
+        _, after = update(grads.at[shard, 0].set(jnp.nan), after, params)
+        # A nonfinite step counts as a gradient of 2 * 65504 / 2**23:
+        # 65504 * 2**-0.75 / (2 * 65504 / 2**23) is 2**21.25.
+        assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**21}
 
 
 def test_under_pmap_without_an_axis_name_the_scales_of_devices_drift_apart():

@@ -26,7 +26,7 @@ def run(folder, *arguments, processes, devices, returncode=0):
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as final:
             finals.append([final[name].tobytes() for name in final.files])
-    # Lines cannot be used, as gloo writes between them.
+    # stdout cannot be split into lines, because gloo writes in the middle of them.
     printed = re.findall(r"process \d.*?skipped \d+", done.stdout)
     return sorted(printed), finals
 
@@ -50,7 +50,9 @@ def test_all_processes_skip_together_and_end_with_the_bits_of_one_process(
         assert line.endswith("skipped 1")
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="Orbax 0.12 saves from several processes later")
+@pytest.mark.skipif(
+    IS_JAX_0_7, reason="with JAX 0.7 Orbax 0.12 cannot save from several processes"
+)
 def test_a_killed_run_continues_from_its_checkpoint_with_the_same_bits(
     one_process, tmp_path
 ):

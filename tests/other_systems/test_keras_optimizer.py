@@ -432,7 +432,8 @@ def test_without_an_average_finalize_params_returns_the_parameters():
 
 
 def test_the_learning_rate_can_be_a_function_without_a_signature():
-    rate = functools.partial(max, 0.25)  # The step, and 0.25 for step 0.
+    # max(0.25, step): 0.25 at step 0, later the step.
+    rate = functools.partial(max, 0.25)
     with pytest.raises(ValueError, match="signature"):
         inspect.signature(rate)
     tx = ols.loss_scale_optimizer(

@@ -56,7 +56,7 @@ def test_tf_keras_get_unscaled_gradients_ignores_none():
     assert ols.all_finite(grads)
 
 
-def test_tf_keras_get_scaled_loss_can_be_given_a_callable():
+def test_a_loss_function_is_differentiated_as_scale_refuses_a_callable():
     # tf.keras scales a callable; here a function is differentiated instead.
     state = ols.static_loss_scale(2.0).init()
     get_scaled_loss = lambda loss_fn: lambda *args: ols.scale(loss_fn(*args), state)  # noqa: E731

@@ -92,12 +92,6 @@ def test_a_state_dict_cannot_be_made_from_the_state_of_deepspeed():
         presets.to_torch_state_dict(presets.deepspeed().init())
 
 
-def test_an_optimizer_with_the_rule_of_torch_refuses_a_state_of_deepspeed():
-    state = ols.loss_scaled(None, presets.deepspeed()).init(jnp.ones(1))
-    with pytest.raises(ValueError, match="must be a LossScaledState of this"):
-        ols.loss_scaled(None, presets.torch()).update(jnp.ones(1), state)
-
-
 @pytest.mark.parametrize("value", [None, [1, 2], np.ones(2)])
 def test_a_state_dict_of_the_wrong_type_is_refused_by_name(value):
     with pytest.raises(TypeError, match="`scale` must be"):

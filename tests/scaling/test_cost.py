@@ -10,7 +10,7 @@ from helpers.compat import IS_JAX_0_7
 from helpers.inner import lenient
 
 pytestmark = pytest.mark.skipif(
-    IS_JAX_0_7, reason="its XLA on CPU stores what later ones do not"
+    IS_JAX_0_7, reason="on CPU, XLA of JAX 0.7 stores more arrays than later ones"
 )
 LEAVES, SIZE = 6, 100_000
 PARAMS = [jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * LEAVES

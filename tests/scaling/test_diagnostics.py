@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -15,47 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64, set_mesh
+from helpers.float_values import DTYPES, as_float64, float32_values, values_of
 from optax_lossscale import diagnostics
-from optax_lossscale._bits import split, split_number
-
-SMALL = [
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-]
-
-
-def all_values(dtype):
-    """Every value of a dtype of 8 or 16 bits, NaN with every payload."""
-    unsigned = np.uint8 if np.dtype(dtype).itemsize == 1 else np.uint16
-    return np.arange(np.iinfo(unsigned).max + 1, dtype=unsigned).view(dtype)
-
-
-def float32_values():
-    """Random bits, subnormal numbers, and special values."""
-    rng = np.random.default_rng(0)
-    bits = rng.integers(0, 2**32, 100_000, dtype=np.uint32)
-    subnormal = np.arange(2**12, dtype=np.uint32)
-    edges = np.asarray([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-126, 2.0**-149], "f4")
-    values = [bits.view("f4"), subnormal.view("f4"), -subnormal.view("f4"), edges]
-    return np.concatenate(values)
-
-
-def as_float64(values):
-    with np.errstate(invalid="ignore"):  # For signalling NaNs.
-        return values.astype(np.float64)
-
-
-def values_of(dtype):
-    return float32_values() if dtype == "float32" else all_values(dtype)
-
-
-DTYPES = ["float32", np.float16, ml_dtypes.bfloat16]
-DTYPES += [getattr(ml_dtypes, name) for name in SMALL]
 
 
 def expected_histogram(values, low, high):
@@ -81,16 +42,6 @@ def test_the_histogram_is_exact_over_the_whole_range(dtype, low, high):
     assert (histogram.zero_count, histogram.nonfinite_count) == (zeros, nonfinite)
     np.testing.assert_array_equal(histogram.exponents, np.arange(low, high + 1))
     assert all(leaf.dtype == jnp.int32 for leaf in histogram)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_exponent_and_mantissa_multiply_to_the_number(dtype):
-    values = values_of(dtype)
-    wide = np.abs(as_float64(values))
-    is_counted = np.isfinite(wide) & (wide > 0)
-    parts = jax.tree.map(np.asarray, split(jnp.asarray(values)))
-    product = np.ldexp(parts.mantissa.astype(np.float64), parts.exponent)
-    np.testing.assert_array_equal(product[is_counted], wide[is_counted])
 
 
 def test_the_histogram_of_float64_is_exact_over_its_whole_range():
@@ -284,10 +235,6 @@ def test_diagnostics_can_read_sharded_leaves(axis_type):
 def test_float32_values_do_not_underflow_in_float64():
     values = jnp.asarray([1e-9, 0.3, 1e-3])
     assert diagnostics.underflow_fraction(values, dtype=jnp.float64) == 0
-
-
-def test_a_number_is_split_as_an_array_is_split():
-    assert_same_bits(split_number(0.75), split(jnp.asarray(0.75)))
 
 
 @pytest.mark.parametrize("values", [(1.75, 1.25), (1.25, 1.75)])

@@ -118,7 +118,9 @@ def test_all_finite_agrees_over_a_named_axis():
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ["a", "b"]])
-def test_both_agree_over_several_named_axes(names):
+def test_all_finite_and_max_magnitude_are_the_same_for_all_members_of_several_axes(
+    names,
+):
     def over_all(function):
         def member(x):
             return function(x, axis_name=names)
@@ -130,7 +132,7 @@ def test_both_agree_over_several_named_axes(names):
     assert over_all(ols.max_magnitude)(1 / grid).tolist() == [[1.0] * 2] * 2
 
 
-def test_max_magnitude_agrees_over_a_named_axis_and_keeps_nan():
+def test_max_magnitude_over_a_named_axis_is_the_largest_and_infinity_for_a_nan():
     agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
     assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
     assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]

@@ -111,6 +111,13 @@ def test_a_tree_without_a_state_is_refused_before_the_first_call():
 
 
 def test_name_and_docstring_of_the_function_are_kept():
+    def half_square(x):
+        """Half the sum of the squares."""
+        return 0.5 * jnp.sum(x**2)
+
+    for transform in (ols.scaled_grad, ols.scaled_value_and_grad):
+        assert transform(half_square, STATE).__name__ == "half_square"
+        assert transform(half_square, STATE).__doc__ == "Half the sum of the squares."
     assert ols.scaled_grad(loss_fn, STATE).__name__ == "loss_fn"
     assert ols.scaled_grad(functools.partial(loss_fn, y=2.0), STATE)(X)[0] == 4096.0
 

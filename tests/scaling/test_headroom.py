@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers import oracle, strategies
 from helpers.compare import assert_same_bits
-from helpers.compat import set_mesh
 from helpers.history import scales_after, states_after
-from helpers.inner import adam
 
 INF = math.inf
 
@@ -206,34 +202,3 @@ def test_a_call_without_the_largest_magnitude_is_refused():
     rule = ols.headroom_loss_scale()
     with pytest.raises(ValueError, match="`grads_max` must be given"):
         rule.adjust(rule.init(), True)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_nan_on_any_shard_is_seen(axis_type):
-    # XLA's maximum over devices drops a NaN.
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    tx = ols.loss_scaled(adam(), ols.headroom_loss_scale())
-    update = jax.jit(tx.update)
-    with set_mesh(mesh):
-        sharding = NamedSharding(mesh, P("data"))
-        params = jax.device_put(jnp.ones((8, 2)), sharding)
-        state = tx.init(params)
-        for shard in range(8):
-            grads = np.ones((8, 2), np.float32)
-            grads[shard, 1] = math.nan
-            _, after = update(jax.device_put(grads, sharding), state, params)
-            assert not ols.find_loss_scale_state(after).last_finite, shard
-
-
-def test_all_devices_of_pmap_have_the_same_scale():
-    tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
-    params = jnp.ones(2)
-    states = jax.tree.map(lambda x: jnp.stack([x] * 8), tx.init(params))
-    update = jax.pmap(tx.update, axis_name="data", in_axes=(0, 0, None))
-    for shard in range(8):
-        grads = jnp.ones((8, 2)).at[shard].set(2.0**7)
-        _, after = update(grads, states, params)
-        # The largest unscaled gradient is 2**-8, and leaves half a bit and more.
-        assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**23}
-        _, after = update(grads.at[shard, 0].set(math.nan), after, params)
-        assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**21}

@@ -1,4 +1,4 @@
-"""Reading the programs that JAX has traced."""
+"""Reading the programs that JAX has traced, and evaluating their equations."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from jax.extend import core
 
 from helpers.programs import equations_of
-from optax_lossscale._jaxprs import flagged_variables, scan_sizes
+from optax_lossscale._jaxprs import evaluate, flagged_variables, scan_sizes
 
 
 def names_in(function, *args):
@@ -24,10 +24,16 @@ def test_equations_of_nested_programs_come_after_the_equation_that_holds_them():
     assert {*names[names.index("while") + 1 :]} == {"lt", "exp"}
 
 
-def test_equations_of_a_program_without_constants_are_the_same():
+def test_a_closed_jaxpr_and_its_jaxpr_give_the_same_equations():
     closed = jax.make_jaxpr(jnp.sin)(1.0)
     for program in (closed, closed.jaxpr):
         assert [e.primitive.name for e in equations_of(program)] == ["sin"]
+
+
+def test_an_equation_can_be_evaluated_with_other_parameters():
+    cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
+    assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
+    assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
 
 
 def test_only_variables_with_a_flag_are_found():

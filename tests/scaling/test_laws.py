@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def test_scaling_then_unscaling_float16_equals_a_cast_to_float32(array, loss_sca
 def test_any_history_under_scan_equals_the_oracle(settings, history):
     states = states_after(ols.dynamic_loss_scale(**settings), history)
     ours = zip(*(leaf.tolist() for leaf in states[:5]), strict=True)
-    assert list(ours) == oracle.run(history, **settings)
+    assert list(ours) == oracle.run_dynamic(history, **settings)
 
 
 @given(strategies.dynamic_settings(), strategies.histories)
@@ -78,6 +79,15 @@ def test_the_types_in_a_state_never_change(settings, finite):
         assert jax.tree.structure(rule.adjust(state, finite)) == jax.tree.structure(
             state
         )
+
+
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+def test_the_types_in_a_state_of_smooth_and_headroom_never_change(rule):
+    state = rule.init()
+    for adjust in (rule.adjust, jax.jit(rule.adjust)):
+        after = adjust(state, True, 1.0)
+        assert types(after) == types(state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 @given(strategies.trees(), strategies.nonfinite, st.data())
@@ -131,7 +141,9 @@ loss_scaled_once = functools.cache(ols.loss_scaled)
     strategies.nonfinite,
     st.booleans(),
 )
-def test_a_skipped_step_changes_no_bit(rule, inner, seed, value, use_jit):
+def test_a_skipped_step_changes_no_bit_of_parameters_or_inner_state(
+    rule, inner, seed, value, use_jit
+):
     tx = loss_scaled_once(inner, rule)
     update = jit_once(tx.update) if use_jit else tx.update
     state = tx.init(PARAMS)
@@ -142,6 +154,22 @@ def test_a_skipped_step_changes_no_bit(rule, inner, seed, value, use_jit):
     assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
     assert_same_bits(after.inner_state, state.inner_state)
     assert after.loss_scale_state.total_notfinite == 1
+
+
+@pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_step_skipped_under_smooth_and_headroom_changes_only_the_state_of_the_rule(
+    rule, value
+):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.asarray([0.5, -0.0])}
+    tx = ols.loss_scaled(adam(), rule)
+    update = jax.jit(tx.update)
+    _, state = update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    bad = {"w": jnp.ones((2, 3)).at[1, 2].set(value), "b": jnp.ones(2)}
+    updates, after = update(bad, state, params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(after.inner_state, state.inner_state)
+    assert ols.get_loss_scale(after) < ols.get_loss_scale(state)
 
 
 @given(st.sampled_from(INNERS), st.integers(0, 2**31), strategies.powers_of_two)

@@ -160,7 +160,7 @@ def test_master_weights_can_be_inside_or_outside_loss_scaled():
     np.testing.assert_array_equal(one, other)
 
 
-def test_sharded_and_donated_steps_compile_once_and_run_under_scan():
+def test_masters_keep_their_sharding_over_donated_steps_and_under_scan():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, P("data"))
     params = {"w": jax.device_put(jnp.ones(16, jnp.float16), sharding)}
@@ -181,6 +181,8 @@ def test_sharded_and_donated_steps_compile_once_and_run_under_scan():
     assert stepped._cache_size() <= 2
     (params, state), _ = jax.lax.scan(step, (params, state), None, length=3)
     assert params["w"].dtype == jnp.float16
+    masters = optax.tree.get(state, "master_params")
+    assert masters["w"].sharding.is_equivalent_to(sharding, 1)
 
 
 def test_the_state_can_be_pickled_and_no_two_fields_share_a_buffer():

@@ -49,7 +49,7 @@ def test_no_two_fields_of_a_new_state_share_a_buffer():
     assert len(pointers) == len(leaves)
 
 
-def test_find_returns_the_state_itself():
+def test_find_accepts_a_state_by_itself():
     state = ols.dynamic_loss_scale().init()
     assert_same_bits(ols.find_loss_scale_state(state), state)
 

@@ -1,5 +1,6 @@
 """`loss_scaled`: steps, refused arguments, and what the inner optimizer is given."""
 
+import functools
 import re
 
 import jax
@@ -183,7 +184,7 @@ def test_a_custom_rule_that_never_skips_is_told_that_every_step_is_finite():
 @pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_all_members_of_a_named_axis_skip_if_one_member_does(make, check_updates):
-    inner = adam() if not check_updates else nan_updates_when(0.5)
+    inner = adam() if not check_updates else infinite_updates_above(0.5)
     tx = ols.loss_scaled(
         inner, make(SCALE), axis_name="device", check_updates=check_updates
     )
@@ -361,7 +362,8 @@ def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked():
 
 
 def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
-    # The recipe for flax's `_overwrite_with_gradient`: its "gradient" is the value.
+    # In flax's collection `_overwrite_with_gradient`, the gradient is the new value
+    # itself, so it must not be unscaled.
     owg = "_overwrite_with_gradient"
     params = {"params": PARAMS, owg: {"amax": jnp.asarray([1.0, 2.0])}}
     mask = {"params": True, owg: False}
@@ -384,7 +386,7 @@ def test_overwritten_collections_can_be_kept_on_a_bad_step_by_last_finite():
     assert_same_bits(bad, params)
 
 
-def nan_updates_when(threshold):
+def infinite_updates_above(threshold):
     """An optimizer whose updates are infinite for some finite gradients."""
 
     def update(updates, state, params=None):
@@ -398,7 +400,7 @@ def nan_updates_when(threshold):
 
 def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
     rule = ols.dynamic_loss_scale(SCALE, growth_interval=2)
-    tx = ols.loss_scaled(nan_updates_when(100.0), rule, check_updates=True)
+    tx = ols.loss_scaled(infinite_updates_above(100.0), rule, check_updates=True)
     _, state = tx.update(scaled(GRADS), tx.init(PARAMS), PARAMS)
     large = scaled(GRADS, SCALE * 1000)
     updates, after = tx.update(large, state, PARAMS)
@@ -412,7 +414,7 @@ def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale():
 
 
 def test_check_updates_backs_off_when_the_gradients_are_to_blame():
-    tx = ols.loss_scaled(nan_updates_when(-1.0), RULE, check_updates=True)
+    tx = ols.loss_scaled(infinite_updates_above(-1.0), RULE, check_updates=True)
     _, state = tx.update(poisoned(scaled(GRADS)), tx.init(PARAMS), PARAMS)
     assert ols.get_loss_scale(state) == SCALE / 2
 
@@ -468,7 +470,7 @@ def test_check_updates_skips_a_step_whose_zero_gradient_gives_a_nan_update(make)
 
 
 def test_without_check_updates_nonfinite_updates_pass():
-    tx = ols.loss_scaled(nan_updates_when(100.0), RULE)
+    tx = ols.loss_scaled(infinite_updates_above(100.0), RULE)
     updates, _ = tx.update(scaled(GRADS, SCALE * 1000), tx.init(PARAMS), PARAMS)
     assert jnp.isinf(updates["w"]).any()
 
@@ -490,6 +492,12 @@ def test_a_state_of_another_rule_is_refused(rule, other):
     with pytest.raises(ValueError, match=r"`state` must be .* this optimizer's own ru"):
         tx.update(GRADS, state, PARAMS)
     tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
+
+
+def test_an_optimizer_with_the_rule_of_torch_refuses_a_state_of_deepspeed():
+    state = ols.loss_scaled(None, ols.presets.deepspeed()).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="must be a LossScaledState of this"):
+        ols.loss_scaled(None, ols.presets.torch()).update(jnp.ones(1), state)
 
 
 @pytest.mark.parametrize(
@@ -578,8 +586,10 @@ def test_gradients_of_another_tree_structure_are_refused_at_trace_time(grads):
 def test_gradients_can_be_absent_for_some_parameters():
     tx = ols.loss_scaled(optax.sgd(0.1), RULE)
     for absent in (None, optax.MaskedNode()):
-        grads = {"w": GRADS["w"], "b": absent}
-        tx.update(grads, tx.init(PARAMS), PARAMS)
+        grads = {"w": GRADS["w"] * SCALE, "b": absent}
+        updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert_same_bits(updates, {"w": -0.1 * GRADS["w"], "b": absent})
+        assert state.loss_scale_state.last_finite
 
 
 @pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam", RULE])
@@ -596,23 +606,17 @@ def test_a_loss_scale_of_the_wrong_type_is_refused(loss_scale):
         ols.loss_scaled(optax.sgd(0.1), loss_scale)
 
 
-def test_without_an_inner_optimizer_it_unscales_or_returns_zeros():
-    tx = ols.loss_scaled(loss_scale=RULE)
-    state = tx.init(PARAMS)
-    assert_same_bits(tx.update(scaled(GRADS), state, PARAMS)[0], GRADS)
-    assert not any(map(np.any, tx.update(poisoned(GRADS), state)[0].values()))
-
-
-def test_a_multi_steps_object_is_accepted_as_the_inner_optimizer():
-    state = ols.loss_scaled(optax.MultiSteps(adam(), 2), RULE).init(PARAMS)
-    assert isinstance(state.inner_state, optax.MultiStepsState)
-
-
 def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     tx = ols.loss_scaled(lenient(optax.lookahead(optax.sgd(0.1), 2, 0.5)), RULE)
     pair = optax.LookaheadParams(fast=jnp.ones(2), slow=jnp.ones(2))
     updates, _ = tx.update(jnp.ones(2) * SCALE, tx.init(pair), pair)
     assert_same_bits(updates.fast, jnp.full(2, -0.1))
+    inner = lenient(optax.lookahead(optax.sgd(0.05), 2, 0.5))
+    tx = ols.loss_scaled(inner, ols.static_loss_scale(SCALE))
+    pairs = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
+    expected = inner.update(GRADS, inner.init(pairs), pairs)
+    updates, state = tx.update(scaled(GRADS), tx.init(pairs), pairs)
+    assert_same_bits((updates, state.inner_state), expected)
 
 
 def test_an_optimizer_that_holds_masters_sees_parameters_in_their_own_dtypes():
@@ -639,6 +643,44 @@ def test_jit_agrees_with_eager():
     for grads in (scaled(GRADS), poisoned(scaled(GRADS))):
         eager = tx.update(grads, tx.init(PARAMS), PARAMS)
         assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
+
+
+@pytest.mark.parametrize("is_adam", [True, False])
+def test_in_an_ensemble_only_the_bad_member_skips(is_adam):
+    tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
+    params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)
+    states = jax.vmap(tx.init)(params)
+    grads = jax.tree.map(lambda p: p * SCALE, params)
+    grads["b"] = grads["b"].at[1, 0].set(jnp.inf)
+    updates, states = jax.vmap(tx.update)(grads, states, params)
+    after = optax.apply_updates(params, updates)
+    assert states.loss_scale_state.last_finite.tolist() == [True, False, True]
+    assert states.loss_scale_state.total_notfinite.tolist() == [0, 1, 0]
+    if not is_adam:
+        expected = params["w"] * jnp.asarray([-1.0, 0.0, -1.0])[:, None, None]
+        np.testing.assert_array_equal(updates["w"], expected)
+    assert ols.get_loss_scale(states).tolist() == [SCALE, SCALE / 2, SCALE]
+    for member, moved in enumerate([True, False, True]):
+        same = bool((after["w"][member] == params["w"][member]).all())
+        assert same != moved
+
+
+def test_donated_buffers_are_reused():
+    tx = ols.loss_scaled(adam(), RULE)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, poison):
+        grads = jax.tree.map(lambda p: p * poison, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    for poison in (1.0, np.nan, 1.0):
+        old = jax.tree.leaves((params, state.inner_state))
+        params, state = step(params, state, poison)
+        assert all(leaf.is_deleted() for leaf in old)
+    assert state.loss_scale_state.total_notfinite == 1
 
 
 def test_an_inner_optimizer_that_is_already_loss_scaled_is_refused():

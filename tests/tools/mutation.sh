@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Mutation testing of the core with mutmut, which changes the code in one place after the
 # other and runs the tests concerned. Prints the share of changes that a test noticed, and
-# each other change that equivalent_mutants.md does not list. Fails if there is such a
+# each unnoticed change that equivalent_mutants.md does not list. Fails if there is such a
 # change, or if the share is below 90 %. Takes about an hour on two cores.
 #
 #   tests/tools/mutation.sh [folder]     where `mutmut show NAME` then shows a change
@@ -52,6 +52,9 @@ for name in missed:
         print(name, *diff, sep="\n    ")
         unnamed += 1
 share = 1 - len(missed) / len(verdicts)
-print(f"{len(verdicts)} mutants, {share:.1%} noticed; {unnamed} of the others not named")
+print(
+    f"{len(verdicts)} changes, {share:.1%} noticed; {unnamed} unnoticed changes are not "
+    "listed in equivalent_mutants.md"
+)
 raise SystemExit(share < 0.9 or unnamed > 0)
 EOF

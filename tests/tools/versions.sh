@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests on every supported version of Python, JAX and Optax, each in a new
-# environment. Prints a line for each, and fails if one of them fails.
+# Runs the tests on every supported Python with the newest JAX and Optax, and on Python
+# 3.11 with the oldest, each in a new environment. Prints a line for each, and fails if
+# one of them fails.
 #
 #   tests/tools/versions.sh [oldest] [3.11] [3.12] [3.13]
 #
