@@ -125,7 +125,7 @@ def _run_masked_early(
     updates, new = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
     moments = _moments(updates, new, old)
     values: dict[Any, Any] = dict(zip(program.constvars, closed.consts, strict=True))
-    masked: dict[core.Var, jax.Array] = {}  # From a new moment to the old one.
+    masked: set[core.Var] = set()
 
     def read(atom: core.Var | core.Literal) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
@@ -137,7 +137,7 @@ def _run_masked_early(
         selected = lax.select_n(is_applied, before, value)
         if not _same_type(selected, value):  # Later equations rely on the type.
             return value
-        masked[variable] = before
+        masked.add(variable)
         return selected
 
     for equation in program.eqns:
@@ -148,7 +148,8 @@ def _run_masked_early(
     def finish(atom: core.Var | core.Literal, old: jax.Array) -> PyTree:
         # A variable that fills two places of the state was masked with the old value of
         # one of them only, so the other place is masked here.
-        is_masked = isinstance(atom, core.Var) and masked.get(atom) is old
+        is_variable = isinstance(atom, core.Var)
+        is_masked = is_variable and atom in masked and moments[atom] is old
         return read(atom) if is_masked else mask_state(is_applied, read(atom), old)
 
     updates = mask_updates(is_applied, jax.tree.map(read, updates))

@@ -122,12 +122,13 @@ class _Frame:
         if choice.dtype is None and equation.primitive.name in _RECOMPUTED:
             return _recomputed(equation, operands)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
-        arrays = list(map(self._read_as, equation.invars, dtypes))
+        arrays = list(map(self._cast_operand, equation.invars, operands, dtypes))
         return evaluate(equation, arrays, params_in(equation, choice.dtype))
 
-    def _read_as(self, atom: core.Var | core.Literal, dtype: Any) -> Any:
-        """Reads a float32 value in a dtype, any other value as it is."""
-        value = self.read(atom)
+    def _cast_operand(
+        self, atom: core.Var | core.Literal, value: Value, dtype: Any
+    ) -> Any:
+        """Casts a float32 operand to a dtype, and returns any other as it is."""
         if not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal) or value.origin in _CAST_ANEW:
