@@ -14,15 +14,22 @@ def evaluate(
     params: dict[str, Any] | None = None,
 ) -> Sequence[Any]:
     """Returns the outputs of one equation, computed in the context of the equation."""
-    params = equation.params if params is None else params
-    bind_params = equation.primitive.get_bind_params(params)
+    with context_of(equation):
+        params = equation.params if params is None else params
+        return bind(equation.primitive, inputs, params)
+
+
+def bind(
+    primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any]:
+    """Returns the outputs of a primitive as a sequence, even of one."""
+    bind_params = primitive.get_bind_params(params)
     # JAX 0.7 returns the functions of a call apart from its other parameters.
     functions, bind_params = (
         bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     )
-    with context_of(equation):
-        outputs = equation.primitive.bind(*functions, *inputs, **bind_params)
-    return outputs if equation.primitive.multiple_results else [outputs]
+    outputs = primitive.bind(*functions, *inputs, **bind_params)
+    return outputs if primitive.multiple_results else [outputs]
 
 
 @contextlib.contextmanager

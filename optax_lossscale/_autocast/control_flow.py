@@ -3,7 +3,8 @@
 Loop carries and branch results keep their declared dtypes.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
     Origin,
@@ -21,6 +23,10 @@ from optax_lossscale._autocast.values import (
 )
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
+_Traced = tuple[core.ClosedJaxpr, list[Origin]]
+_TRACED: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = (
+    weakref.WeakKeyDictionary()
+)
 HALVES = (jnp.float16, jnp.bfloat16)
 
 
@@ -55,8 +61,23 @@ class Call(NamedTuple):
         """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
-    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """Traces the evaluation of a program; also returns its outputs' origins."""
+    def trace(self, closed: core.ClosedJaxpr, owner: Any) -> _Traced:
+        """Traces the evaluation of a program; also returns its outputs' origins.
+
+        JAX gives the same program again when a jitted function is called again, or is
+        used in every layer. So the result is kept as long as its `owner`, the object
+        that JAX holds.
+        """
+        if is_collecting() or closed.consts:
+            return self._trace(closed)
+        operands = [(jax.typeof(array), origin) for array, origin in self.operands]
+        key = (self.policy, tuple(self.rounded), tuple(operands))
+        traced = _TRACED.setdefault(owner, {})
+        if key not in traced:
+            traced[key] = self._trace(closed)
+        return traced[key]
+
+    def _trace(self, closed: core.ClosedJaxpr) -> _Traced:
         origins: list[Origin] = []
 
         def body(*arrays: Any) -> list[Any]:
@@ -88,14 +109,16 @@ def as_computed(arrays: Sequence[Any]) -> list[Value]:
 
 def jit(call: Call) -> list[Value]:
     """A jitted function inside the program."""
-    program, origins = call.trace(call.params["jaxpr"])
+    program, origins = call.trace(call.params["jaxpr"], call.params["jaxpr"])
     params = {**call.params, "jaxpr": program}
     return list(map(Value, evaluate(call.equation, call.arrays, params), origins))
 
 
 def remat(call: Call) -> list[Value]:
     """A function under `jax.checkpoint`."""
-    program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
+    program, origins = call.trace(
+        core.ClosedJaxpr(call.params["jaxpr"], ()), call.params["jaxpr"]
+    )
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
     arrays, params = [*program.consts, *call.arrays], {**call.params, "jaxpr": body}

@@ -24,7 +24,7 @@ def custom_jvp(call: Call) -> list[Value]:
     """A call of a `jax.custom_jvp` function."""
     closed, equation = call.params["call_jaxpr"], call.equation
     call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed)
+    program, origins = call.trace(closed, closed)
     run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
     is_low = [dtype == policy.dtype for dtype in dtypes]
@@ -57,7 +57,7 @@ def custom_vjp(call: Call) -> list[Value]:
     """A call of a `jax.custom_vjp` function."""
     closed, equation = call.params["call_jaxpr"], call.equation
     call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed)
+    program, origins = call.trace(closed, closed)
     run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]

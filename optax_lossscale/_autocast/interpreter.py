@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
+from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recomputed
 from optax_lossscale._autocast.choice import Choice, choose, params_in, policy_for
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
@@ -18,14 +19,13 @@ from optax_lossscale._autocast.values import (
     Origin,
     Value,
     as_argument,
-    as_declared,
     as_literal,
     as_operand,
     cast,
     is_float32,
     origin_of,
 )
-from optax_lossscale._jaxprs import evaluate, flagged_variables
+from optax_lossscale._jaxprs import flagged_variables
 
 # Values that are cast anew for each operation that reads them, so that the gradients
 # that come back from several are summed in float32.
@@ -120,10 +120,12 @@ class _Frame:
     ) -> Sequence[Any]:
         """Computes an operation in the chosen dtype."""
         if choice.dtype is None and equation.primitive.name in _RECOMPUTED:
-            return _recomputed(equation, operands)
+            arrays = [operand.array for operand in operands]
+            if any(jnp.result_type(array).itemsize <= 2 for array in arrays):
+                return evaluate_recomputed(equation, arrays)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         arrays = list(map(self._cast_operand, equation.invars, operands, dtypes))
-        return evaluate(equation, arrays, params_in(equation, choice.dtype))
+        return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
 
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any
@@ -131,7 +133,9 @@ class _Frame:
         """Casts a float32 operand to a dtype, and returns any other as it is."""
         if not is_float32(atom):
             return value.array
-        if isinstance(atom, core.Literal) or value.origin in _CAST_ANEW:
+        if isinstance(atom, core.Literal):
+            return np.asarray(value.array).astype(dtype)
+        if value.origin in _CAST_ANEW:
             return cast(value.array, dtype)
         if (atom, dtype) not in self.casts:
             self.casts[atom, dtype] = cast(value.array, dtype)
@@ -155,19 +159,6 @@ def _as_normalized(value: Value) -> Value:
     """Marks a result of a normalization layer."""
     is_computed = value.origin is Origin.COMPUTED
     return Value(value.array, Origin.NORMALIZED) if is_computed else value
-
-
-def _recomputed(equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
-    """Computes in float32, and recomputes in the backward pass from low operands."""
-
-    def compute(*arrays: Any) -> Sequence[Any]:
-        return evaluate(equation, as_declared(equation.invars, arrays))
-
-    arrays = [operand.array for operand in operands]
-    is_wide = all(jnp.result_type(array).itemsize > 2 for array in arrays)
-    if not is_wide:
-        compute = jax.checkpoint(compute, prevent_cse=False)
-    return compute(*arrays)
 
 
 def _note(equation: Any, choice: Choice, outputs: Sequence[Value]) -> Note:

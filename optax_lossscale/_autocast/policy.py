@@ -54,6 +54,7 @@ WIDEST = COMMUTES | _words(
     "logistic lt mul ne rem round scatter scatter-max scatter-min "
     "select_and_gather_add sign sin sort sqrt sub tanh top_k"
 )
+LISTED = LOW | SENSITIVE | SUMS | WIDEST
 LEVELS = ("O0", "O1", "O2", "O3")
 
 # Operations of other libraries or of `jax.numpy`, and a primitive that they consist of.
@@ -158,7 +159,7 @@ def _check_names(
         for primitive in vars(core.primitives).values()
         if isinstance(primitive, core.Primitive)
     }
-    known = (known | LOW | SENSITIVE | SUMS | WIDEST) - nested
+    known = (known | LISTED) - nested
     for name in names:
         if name not in known:
             raise ValueError(

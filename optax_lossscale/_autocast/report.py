@@ -43,11 +43,11 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     # A jitted function may have been traced already, and would not be traced again.
     while isinstance(fun, jax.stages.Wrapped):
         fun = inspect.getattr_static(fun, "__wrapped__")
-    arrays, merge = partition((args, kwargs))
+    arrays, rest = partition((args, kwargs))
 
     def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
         def call_with(*arrays: jax.Array) -> list[Any]:
-            args, kwargs = merge(arrays)
+            args, kwargs = rest.merge(arrays)
             return partition(fun(*args, **kwargs))[0]
 
         return call_with

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.eager import compile_once, is_immutable
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
-from optax_lossscale._autocast.notes import Note, add_note
+from optax_lossscale._autocast.notes import Note, add_note, is_collecting
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
@@ -107,6 +109,13 @@ def autocast(
         if level == "O0":
             add_note(fun, Note("any", "", "", "level O0", ""))
             return fun(*args, **kwargs)
+        arrays, rest = partition((args, kwargs))
+        if not is_collecting() and _is_concrete(arrays, rest):
+            call = functools.partial(_call_for_arrays, policy)
+            compiled = compile_once(fun, policy, call)
+            if compiled is not None:
+                results = compiled(rest, *arrays)
+                return results.func(*results.args)
         return _call(fun, policy, args, kwargs)
 
     return cast_fun
@@ -139,34 +148,59 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return full_fun
 
 
+def _call_for_arrays(
+    policy: Policy,
+    fun: Callable[..., PyTree],
+    rest: Rest,
+    captured: Sequence[tuple[Any, Any]],
+    *arrays: Any,
+) -> Partial:
+    """The same as `_call`, with the arrays of its arguments and results apart."""
+    args, kwargs = rest.merge(arrays)
+    results, rest = partition(_call(fun, policy, args, kwargs, captured))
+    return Partial(rest.merge, results)
+
+
 def _call(
-    fun: Callable[..., PyTree], policy: Policy, args: PyTree, kwargs: PyTree
+    fun: Callable[..., PyTree],
+    policy: Policy,
+    args: PyTree,
+    kwargs: PyTree,
+    captured: Sequence[tuple[Any, Any]] = (),
 ) -> PyTree:
-    """Traces a call, and evaluates it with casts."""
-    arrays, merge = partition((args, kwargs))
+    """Traces a call, and evaluates it with casts.
+
+    `captured` holds constant arrays of the program, and what to read in their place.
+    """
+    arrays, rest = partition((args, kwargs))
 
     def trace(*arrays: jax.Array) -> tuple[Partial, Partial]:
-        args, kwargs = merge(arrays)
+        args, kwargs = rest.merge(arrays)
         parts = parts_of((args, kwargs))
         states_before, _ = partition(states_of((args, kwargs)))
-        results, merge_results = partition(fun(*args, **kwargs))
+        results, other_results = partition(fun(*args, **kwargs))
         if not _are_same(parts, parts_of((args, kwargs))):
             raise ValueError(
                 "`fun` must not change its arguments in place: under `autocast` the "
                 "change would be lost. (Return the new value instead.)"
             )
-        states, merge_states = partition(states_of((args, kwargs)))
+        states, other_states = partition(states_of((args, kwargs)))
         if _are_same(states, states_before):
             states = []
         # A `Partial` is a pytree of its arrays, with the function as static data.
-        return Partial(merge_results, *results), Partial(merge_states, *states)
+        return Partial(other_results.merge, results), Partial(
+            other_states.merge, states
+        )
 
     closed, (results, states) = jax.make_jaxpr(trace, return_shape=True)(*arrays)
+    instead = {id(constant): array for constant, array in captured}
+    consts = [instead.get(id(constant), constant) for constant in closed.consts]
+    closed = core.ClosedJaxpr(closed.jaxpr, consts)
     inputs = _inputs((args, kwargs), arrays, policy)
     outputs = [value.array for value in run(closed, inputs, policy)]
     outputs = as_declared(closed.jaxpr.outvars, outputs)
-    count = len(results.args)
-    if states.args:
+    count = len(results.args[0])
+    if states.args[0]:
         update_modules((args, kwargs), states.func(outputs[count:]))
     return results.func(outputs[:count])
 
@@ -184,19 +218,52 @@ def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     ]
 
 
-def partition(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """The arrays of a tree, and a function that puts other arrays in their places."""
+class Rest(NamedTuple):
+    """What remains of a tree without its arrays; equal for trees that differ in them.
+
+    Attributes:
+      structure: The structure of the tree.
+      others: Its leaves, with None in the places of arrays.
+      spelled: How the other leaves are written: 1, 1.0 and True are equal in Python.
+      flags: For each leaf, whether it is an array.
+    """
+
+    structure: Any
+    others: tuple[Any, ...]
+    spelled: str
+    flags: tuple[bool, ...]
+
+    def merge(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with these arrays in its places."""
+        given, pairs = iter(arrays), zip(self.others, self.flags, strict=True)
+        leaves = [next(given) if is_array else other for other, is_array in pairs]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def is_hashable(self) -> bool:
+        """Whether it can be a static argument of a jitted function."""
+        try:
+            hash(self)
+        except TypeError:
+            return False
+        return True
+
+
+def partition(tree: PyTree) -> tuple[list[Any], Rest]:
+    """The arrays of a tree, and the rest of it."""
     leaves, structure = jax.tree.flatten(tree)
-    flags = [_is_array(leaf) for leaf in leaves]
-    others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-
-    def merge(arrays: Sequence[Any]) -> PyTree:
-        given = iter(arrays)
-        merged = [next(given) if f else x for x, f in zip(others, flags, strict=True)]
-        return jax.tree.unflatten(structure, merged)
-
+    flags = tuple(map(_is_array, leaves))
+    pairs = zip(leaves, flags, strict=True)
+    others = tuple(None if flag else leaf for leaf, flag in pairs)
     arrays = itertools.compress(leaves, flags)
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], merge
+    rest = Rest(structure, others, repr(others), flags)
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], rest
+
+
+def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:
+    """Whether all arrays have values, and no other argument can change."""
+    kinds: Any = jax.core.Tracer | jax.ShapeDtypeStruct
+    has_values = not any(isinstance(array, kinds) for array in arrays)
+    return has_values and rest.is_hashable() and all(map(is_immutable, rest.others))
 
 
 def _is_array(leaf: object) -> bool:

@@ -5,6 +5,7 @@ the operations that read it may compute.
 """
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +114,12 @@ def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin:
 def cast(array: Any, dtype: Any) -> Any:
     """Casts an array to a dtype, if it has another one."""
     same = jnp.result_type(array) == dtype
-    return array if same else lax.convert_element_type(array, dtype)
+    return array if same else _convert(array, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _convert(array: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(array, dtype)
 
 
 def is_float32(atom: Any) -> bool:

@@ -1,0 +1,72 @@
+"""Operations as jitted functions, so that JAX traces and differentiates each kind once.
+
+A deep model repeats a few kinds of operations many times. JAX remembers the trace, the
+derivative and the compiled program of a jitted function. With `inline=True` the program
+around it holds the operation itself.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._autocast.policy import LISTED
+from optax_lossscale._autocast.values import cast, is_float32
+from optax_lossscale._jaxprs import bind, context_of
+
+_Operation = Callable[..., Sequence[Any]]
+
+
+def evaluate_cached(
+    equation: Any, inputs: Sequence[Any], params: dict[str, Any]
+) -> Sequence[Any]:
+    """Returns the outputs of an equation that holds no program of its own."""
+    return _evaluate(_operation, equation, inputs, tuple(params.items()))
+
+
+def evaluate_recomputed(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The same in float32; the backward pass recomputes it from the inputs."""
+    items = tuple(equation.params.items())
+    are_float32 = tuple(map(is_float32, equation.invars))
+    return _evaluate(_recomputed_operation, equation, inputs, items, are_float32)
+
+
+def _evaluate(
+    make: Callable[..., _Operation],
+    equation: Any,
+    inputs: Sequence[Any],
+    *settings: Any,
+) -> Sequence[Any]:
+    function = None
+    # Operations that are on no list may hold programs, functions or effects.
+    if equation.primitive.name in LISTED:
+        with contextlib.suppress(TypeError):  # A parameter cannot be hashed.
+            function = _jitted(make, equation.primitive, *settings)
+    with context_of(equation):
+        return (function or make(equation.primitive, *settings))(*inputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(make: Callable[..., _Operation], *settings: Any) -> _Operation:
+    return jax.jit(make(*settings), inline=True)
+
+
+def _operation(primitive: Any, items: tuple[Any, ...]) -> _Operation:
+    def operation(*arrays: Any) -> Sequence[Any]:
+        return bind(primitive, arrays, dict(items))
+
+    return operation
+
+
+def _recomputed_operation(
+    primitive: Any, items: tuple[Any, ...], are_float32: tuple[bool, ...]
+) -> _Operation:
+    def operation(*arrays: Any) -> Sequence[Any]:
+        pairs = zip(arrays, are_float32, strict=True)
+        wide = [cast(x, jnp.float32) if flag else x for x, flag in pairs]
+        return bind(primitive, wide, dict(items))
+
+    return jax.checkpoint(operation, prevent_cse=False)
