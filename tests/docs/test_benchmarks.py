@@ -87,3 +87,13 @@ def test_autocast_casts_every_product_and_each_operation_as_torch_or_says_why(tm
     assert len(tables["Operations"]) > 90
     for row in tables["Operations"]:
         assert row["torch"] == row["here"] or row["why"], row
+
+
+def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
+    path = tmp_path / "speed.json"
+    command = [sys.executable, BENCHMARKS / "autocast_speed.py", "--json", path]
+    command += ["--layers", "1", "--rounds", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    tables = json.loads(path.read_text())
+    assert len(tables["Tracing the gradient"]) == 6
+    assert len(tables["Calls outside jit"]) == 3
