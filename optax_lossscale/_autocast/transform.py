@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
-from optax_lossscale._autocast.notes import Note, add_note
+from optax_lossscale._autocast.notes import Caller, Note, add_note
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
@@ -105,7 +105,7 @@ def autocast(
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
         if level == "O0":
-            add_note(fun, Note("any", "", "", "level O0", ""))
+            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
             return fun(*args, **kwargs)
         return _call(fun, policy, args, kwargs)
 
