@@ -1,11 +1,20 @@
 """Read programs that JAX has traced, and evaluate their equations one by one."""
 
 import contextlib
+import functools
+import itertools
+import os
+import sysconfig
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core, source_info_util
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast") + os.sep
 
 
 def evaluate(
@@ -44,13 +53,57 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
         yield
 
 
+def scopes_of(equation: core.JaxprEqn) -> list[str]:
+    """The names of the scopes and transformations that an equation was traced under."""
+    return [element.name for element in equation.source_info.name_stack.stack]
+
+
+def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
+    """The functions that an equation was traced in, from the innermost outwards.
+
+    They end where JAX began to trace the program that holds the equation. Beside each
+    stands the place in it from which the next one was called.
+    """
+    traceback = equation.source_info.traceback
+    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
+    # The frames of JAX 0.7 go on to what called the trace.
+    return list(
+        itertools.takewhile(lambda x: x[0].co_name != "trace_to_jaxpr_dynamic", frames)
+    )
+
+
+def where_written(equation: core.JaxprEqn) -> str | None:
+    """Line and function of the innermost frame that is not JAX's or autocast's own."""
+    traceback: Any = equation.source_info.traceback
+    for code, place in frames_of(equation):
+        if not _is_library(code.co_filename):
+            line, column, *_ = traceback.code_addr2location(code, place)
+            file = os.path.basename(code.co_filename)
+            return f"{file}:{line}:{column} ({code.co_qualname})"
+    return None
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether a file is part of JAX, of autocast or of Python itself."""
+    is_standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return is_standard or file.startswith((_JAX, _AUTOCAST))
+
+
 def equations_of(program: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
     """Yields every equation of a program and of the programs nested in it."""
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
-        for leaf in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(getattr(leaf, "jaxpr", leaf), core.Jaxpr):
-                yield from equations_of(leaf)
+        for nested in programs_of(equation):
+            yield from equations_of(nested)
+
+
+def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """Yields the programs that an equation holds."""
+    for leaf in jax.tree.leaves(list(equation.params.values())):
+        program = getattr(leaf, "jaxpr", leaf)
+        if isinstance(program, core.Jaxpr):
+            yield program
 
 
 def flagged_variables(atoms: Sequence[Any], flags: Sequence[bool]) -> set[core.Var]:

@@ -1,26 +1,105 @@
-"""Recognize normalization layers by their names."""
+"""Recognize normalization layers by their names, as whole words.
+
+A name ends with what it names: `attention_norm` is a normalization layer, `norm_mlp`
+and `pre_norm_block` are not. So these names are recognized, after any prefix:
+
+* a kind and `norm` or `normalization`, such as `LayerNorm`, `layer_norm`, `MyRMSNorm`,
+  `input_layernorm`, `BatchNormalization`;
+* between underscores also `norm`, `normalization`, `bn`, `gn` and `ln` alone, such as
+  `norm`, `q_norm`, `conv_bn`; but not norms of vectors, such as `global_norm`.
+
+Numbers and words that may follow are ignored: `LayerNorm_0`, `BatchNorm2d`, `norm1`,
+`ln_f`, `norm_final`, `ln_scale`. A class such as `PreNorm`, `ConvNorm` or `MyNorm` is
+not recognized, because many such classes are blocks that contain other layers.
+"""
 
 import functools
+import os
 import re
+from typing import Any
 
 import jax
 
+from optax_lossscale._jaxprs import frames_of, scopes_of
 from optax_lossscale._tree import path_name
 from optax_lossscale._types import PyTree
 
-# A name such as `LayerNorm_0`, `batch_norm`, `norm1`, `normalization`, `ln_f`, `bn2`.
-_NORMALIZATION = re.compile(
-    r"(?i)(?<![a-z0-9_])"
-    r"((\w*_)?(bn|gn|ln|norm|normali[sz]ation)"
-    r"|\w*(batch|group|instance|layer|rms)_?norm(ali[sz]ation)?)"
-    r"(_?\d+d?)?(_\w+)?(?![a-z0-9_])"
+_KINDS = "batch|group|instance|layer|rms|scale"
+_NORM = r"norm|normali[sz]ation"
+_ALONE = re.compile(rf"(?i){_NORM}|bn|gn|ln")
+_WITH_KIND = re.compile(rf"(?i).*({_KINDS})({_NORM})")
+_WHOLE = re.compile(rf"(?i)({_KINDS})?({_NORM})|bn|gn|ln")
+# Words that may follow the name: positions, parameters, and parts of a function.
+_SUFFIXES = re.compile(
+    "(?i)pre|post|before|after|first|last|final|in|out|input|output|layer|embedding"
+    "|scale|bias|weight|gamma|beta|offset|mean|var"
+    "|fn|fwd|bwd|forward|backward|apply|impl|[a-z]"
 )
+# Words before `norm` that make it the norm of a vector or a matrix, or a wrapper that
+# changes the weights of other layers.
+_MEASURED = re.compile(
+    "(?i)error|fro(benius)?|global|(grad|gradient|param|update|weight)s?|inf|l|matrix"
+    "|max|nuclear|p|safe|spectral|squared|tree|unitwise|vector"
+)
+_JAX_ITSELF = os.path.join(os.path.dirname(jax.__file__), "_src") + os.sep
 
 
 @functools.cache
 def is_normalization(names: str) -> bool:
-    """Whether a path such as `"block/LayerNorm_0"` names a normalization layer."""
-    return _NORMALIZATION.search(names) is not None
+    """Whether a part of a path such as `"block/LayerNorm_0"` names such a layer."""
+    return any(map(_is_layer, re.split(r"[^\w-]+", names)))
+
+
+def _is_layer(name: str) -> bool:
+    words = _words(name)
+    if not words:
+        return False
+    if _ALONE.fullmatch(words[-1]):
+        return not any(map(_MEASURED.fullmatch, words[-2:-1]))
+    return _WITH_KIND.fullmatch(words[-1]) is not None
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name between underscores, without what may follow the layer."""
+    parts = (re.sub(r"(?i)\d+d?$", "", part) for part in re.split("[_-]", name))
+    words = [part for part in parts if part]
+    while words[1:] and _SUFFIXES.fullmatch(words[-1]):
+        words.pop()
+    return words
+
+
+@functools.cache
+def _is_function_of_layer(file: str, name: str) -> bool:
+    """Whether a function's qualified name, such as `"LayerNorm.__call__"`, says so.
+
+    Of the functions around it, only those named like a layer without any prefix count:
+    a function inside `layer_norm`, but not one inside `test_layer_norm`.
+    """
+    if file.startswith(_JAX_ITSELF):  # For example `jnp.linalg.norm`.
+        return False
+    *outer, inner = name.split(".<locals>.")
+    return is_normalization(inner) or any(
+        _WHOLE.fullmatch("".join(_words(part)))
+        for around in outer
+        for part in around.split(".")
+    )
+
+
+def computes_normalization(equation: Any) -> bool:
+    """Whether a scope or a function around an operation is a normalization layer's.
+
+    So it is, too, if all operations of its derivative rule's function are.
+    """
+    if any(map(is_normalization, scopes_of(equation))):
+        return True
+    if any(
+        _is_function_of_layer(code.co_filename, code.co_qualname)
+        for code, _ in frames_of(equation)
+    ):
+        return True
+    function = equation.params.get("call_jaxpr")
+    inner = getattr(getattr(function, "jaxpr", function), "eqns", ())
+    return len(inner) > 0 and all(map(computes_normalization, inner))
 
 
 def in_normalization(tree: PyTree) -> list[bool]:

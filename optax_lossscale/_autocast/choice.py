@@ -1,6 +1,5 @@
 """Choose in which dtype each operation of a program computes, and say why."""
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,7 @@ from optax_lossscale._autocast.values import (
     is_move,
 )
 from optax_lossscale._jaxprs import evaluate
-from optax_lossscale._normalization import is_normalization
 from optax_lossscale._tree import is_floating
-
-_AUTOCAST_FOLDER = str(pathlib.Path(__file__).parent)
 
 
 class Choice(NamedTuple):
@@ -32,11 +28,13 @@ class Choice(NamedTuple):
         float32.
       why: The reason, for the report.
       is_rounded: Whether its results are rounded to the low dtype.
+      is_left_alone: Whether it holds programs that are left as they are written.
     """
 
     dtype: Any
     why: str
     is_rounded: bool = False
+    is_left_alone: bool = False
 
 
 def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
@@ -44,7 +42,7 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
     name, pairs = equation.primitive.name, zip(operands, equation.invars, strict=True)
     floats = [operand for operand, atom in pairs if is_float32(atom)]
     if not floats:
-        return Choice(None, "no float32")
+        return Choice(None, "no float32 operands")
     if name == "convert_element_type":
         return Choice(jnp.result_type(floats[0].array), "a cast")
     if is_low(equation, policy):
@@ -60,13 +58,15 @@ def _reason_for_declared(
 ) -> str | None:
     """Why an operation computes in the declared dtypes, or None if it need not."""
     name, origins = equation.primitive.name, {x.origin for x in operands}
-    if name in policy.low and name not in LOW:
-        return f"no {policy.dtype} on {jax.default_backend()}"
+    if name in policy.low:
+        return _reason_not_low(equation, policy)
     if not policy.widest:
         return "part of a layer or function kept in float32"
     if name in policy.full:
         return "float32 list"
-    if name not in policy.widest or _has_own_update(equation):
+    if _has_own_update(equation):
+        return "applies a function written for float32"
+    if name not in policy.widest:
         return "not on a list"
     if all(x.origin is Origin.CONSTANT for x in floats):
         return "constants"
@@ -135,15 +135,20 @@ def _has_own_update(equation: Any) -> bool:
 
 def is_low(equation: Any, policy: Policy) -> bool:
     """Whether an operation is on the low list and can run in the low dtype here."""
-    name, params = equation.primitive.name, equation.params
-    atoms = [*equation.invars, *equation.outvars]
+    is_listed = equation.primitive.name in policy.low
+    return is_listed and _reason_not_low(equation, policy) is None
+
+
+def _reason_not_low(equation: Any, policy: Policy) -> str | None:
+    """Why an operation on the low list does not run in the low dtype, or None."""
+    name, atoms = equation.primitive.name, [*equation.invars, *equation.outvars]
     if not all(is_float32(atom) for atom in atoms if is_floating(atom.aval)):
-        return False  # An operation written for other dtypes stays in them.
-    if name == "dot_general" and not params["dimension_numbers"][0][0]:
-        return False  # An outer product sums nothing, so there is little to gain.
-    if name in LOW:
-        return name in policy.low
-    return name in policy.low and _runs_in(policy.dtype, equation)
+        return "written for several dtypes"  # It stays in them.
+    if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
+        return "an outer product"  # It sums nothing, so there is little to gain.
+    if name not in LOW and not _runs_in(policy.dtype, equation):
+        return f"no {policy.dtype} on {jax.default_backend()}"
+    return None
 
 
 def _runs_in(dtype: Any, equation: Any) -> bool:
@@ -172,24 +177,3 @@ def params_in(equation: Any, dtype: Any) -> dict[str, Any]:
     if isinstance(params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
         params["precision"] = None  # An algorithm is made for one dtype of operands.
     return params
-
-
-def policy_for(equation: Any, policy: Policy) -> Policy:
-    """The policy for one operation: at O2 normalization keeps only its products low."""
-    is_kept = policy.level == "O2" and _is_in_normalization(equation)
-    return policy.products_only() if is_kept else policy
-
-
-def _is_in_normalization(equation: Any) -> bool:
-    """Whether a name scope or a function around it is a normalization layer's."""
-    source = equation.source_info
-    if is_normalization(str(source.name_stack)):
-        return True
-    functions: list[str] = []
-    for frame in source.traceback.frames:  # From the operation outwards.
-        if frame.file_name.startswith(
-            _AUTOCAST_FOLDER
-        ):  # Here autocast called the function.
-            return any(map(is_normalization, functions))
-        functions.append(frame.function_name)
-    return False

@@ -44,7 +44,8 @@ def custom_jvp(call: Call) -> list[Value]:
         atoms = [*variables, *(variables[i] for i in places)]
         traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
-        values = run(traced, as_computed(arrays), policy, [*is_low, *is_low])
+        rounded = [*is_low, *is_low]
+        values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
         outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
         return outputs[: len(dtypes)], outputs[len(dtypes) :]
 
@@ -92,11 +93,13 @@ def custom_vjp(call: Call) -> list[Value]:
             )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
-            for i, value in zip(places, run(traced, inputs, policy), strict=True):
+            values = run(traced, inputs, policy, rule="backward")
+            for i, value in zip(places, values, strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
-        outputs = [value.array for value in run(traced, as_computed(arrays), policy)]
+        values = run(traced, as_computed(arrays), policy, rule="forward")
+        outputs = [value.array for value in values]
         results = zip(outputs[: len(dtypes)], dtypes, strict=True)
         # JAX may run this rule again, for other perturbed operands, before it runs the
         # backward rule. So `pull_back` travels with the residuals that it belongs to.

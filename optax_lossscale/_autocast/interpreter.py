@@ -1,17 +1,23 @@
 """Evaluate a program that was written for float32, operation by operation."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recomputed
-from optax_lossscale._autocast.choice import Choice, choose, params_in, policy_for
+from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
-from optax_lossscale._autocast.notes import Note, add_note, is_collecting
+from optax_lossscale._autocast.notes import (
+    Caller,
+    caller_of,
+    drop_notes,
+    note_operation,
+)
 from optax_lossscale._autocast.policy import SENSITIVE, Policy
 from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
@@ -26,6 +32,7 @@ from optax_lossscale._autocast.values import (
     origin_of,
 )
 from optax_lossscale._jaxprs import flagged_variables
+from optax_lossscale._normalization import computes_normalization
 
 # Values that are cast anew for each operation that reads them, so that the gradients
 # that come back from several are summed in float32.
@@ -40,6 +47,9 @@ def run(
     inputs: Sequence[Value],
     policy: Policy,
     rounded: Sequence[bool] = (),
+    *,
+    caller: Caller | None = None,
+    rule: str = "",
 ) -> list[Value]:
     """Evaluates a program with casts.
 
@@ -50,11 +60,19 @@ def run(
       rounded: For each output, whether to round it to the low dtype as soon as it is
         computed, so that every reader sees the rounded value. If empty, no output is
         rounded on request. Values that only products read are always rounded.
+      caller: What holds the program; None if nothing does.
+      rule: `"forward"` or `"backward"` if the program is a derivative rule of its
+        caller. A forward rule runs in place of the function itself.
 
     Returns:
       A value for each of its outputs, perhaps narrower than declared.
     """
-    frame = _Frame(closed, inputs, policy, rounded)
+    caller = caller or Caller(path=(object(),))
+    if rule == "backward":
+        caller = caller._replace(path=(*caller.path, rule))
+    if rule:
+        drop_notes(caller)
+    frame = _Frame(closed, inputs, policy, rounded, caller)
     for equation in closed.jaxpr.eqns:
         outputs = frame.apply(equation)
         frame.write(equation.outvars, outputs)
@@ -70,9 +88,11 @@ class _Frame:
         inputs: Sequence[Value],
         policy: Policy,
         rounded: Sequence[bool],
+        caller: Caller,
     ) -> None:
         program = closed.jaxpr
         self.policy = policy
+        self.caller = caller
         self.values: dict[core.Var, Value] = {}
         self.casts: dict[tuple[core.Var, Any], Any] = {}
         self.to_round = read_by_products(program, policy, rounded)
@@ -93,16 +113,20 @@ class _Frame:
 
     def apply(self, equation: Any) -> list[Value]:
         """Evaluates one operation and returns its results."""
-        policy = policy_for(equation, self.policy)
+        # At O2 a normalization layer keeps only its products low.
+        is_layer = self.policy.level == "O2" and computes_normalization(equation)
+        policy = self.policy.products_only() if is_layer else self.policy
         operands = [as_operand(self.read(x), x, equation) for x in equation.invars]
         flags = [variable in self.to_round for variable in equation.outvars]
         nesting, reason = nesting_of(equation), reason_left_alone(equation)
         if nesting is not None and reason is None:
-            call = Call(run, read_by_products, equation, operands, policy, flags)
+            inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
+            call = Call(inner_run, read_by_products, equation, operands, policy, flags)
             outputs = self._round(equation, nesting.rebuild(call), flags)
         else:
             if reason is not None:
-                choice = Choice(None, reason)
+                is_nested = nesting is not None
+                choice = Choice(None, reason, is_left_alone=is_nested)
             else:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
@@ -110,10 +134,9 @@ class _Frame:
             flags = [flag or choice.is_rounded for flag in flags]
             values = [Value(array, origin) for array in results]
             outputs = self._round(equation, values, flags)
-            if is_collecting():
-                add_note(equation, _note(equation, choice, outputs))
-        is_normalization = policy is not self.policy
-        return list(map(_as_normalized, outputs)) if is_normalization else outputs
+            arrays = [output.array for output in outputs]
+            note_operation(self.caller, equation, choice, arrays)
+        return list(map(_as_normalized, outputs)) if is_layer else outputs
 
     def _compute(
         self, equation: Any, operands: Sequence[Value], choice: Choice
@@ -159,20 +182,3 @@ def _as_normalized(value: Value) -> Value:
     """Marks a result of a normalization layer."""
     is_computed = value.origin is Origin.COMPUTED
     return Value(value.array, Origin.NORMALIZED) if is_computed else value
-
-
-def _note(equation: Any, choice: Choice, outputs: Sequence[Value]) -> Note:
-    """Describes an operation for the report."""
-    atoms = [*filter(is_float32, equation.invars), *equation.outvars]
-    arrays = [output.array for output in outputs]
-    return Note(
-        operation=equation.primitive.name,
-        computed=_name_of(choice.dtype or getattr(atoms[0].aval, "dtype", None)),
-        result=_name_of(getattr(arrays[0], "dtype", None)) if arrays else "",
-        why=choice.why,
-        where=source_info_util.summarize(equation.source_info).rsplit("/")[-1],
-    )
-
-
-def _name_of(dtype: Any) -> str:
-    return "" if dtype is None else jnp.dtype(dtype).name

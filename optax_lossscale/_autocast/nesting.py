@@ -22,9 +22,11 @@ from optax_lossscale._autocast.control_flow import (
 )
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.values import Value
+from optax_lossscale._jaxprs import scopes_of
 from optax_lossscale._tree import is_floating
 
-FULL_PRECISION = "full_precision"  # The name scope of functions that are left alone.
+# The name scope of functions that are left alone, which no one else will use.
+FULL_PRECISION = "optax_lossscale.full_precision"
 
 
 class Nesting(NamedTuple):
@@ -70,7 +72,7 @@ def nesting_of(equation: Any) -> Nesting | None:
 
 def reason_left_alone(equation: Any) -> str | None:
     """Why an operation is left as it is written, or None if it is not."""
-    if FULL_PRECISION in str(equation.source_info.name_stack):
+    if FULL_PRECISION in scopes_of(equation):
         return "full_precision"
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"

@@ -13,12 +13,12 @@ from optax_lossscale._types import PyTree
 
 def states_of(tree: PyTree) -> list[PyTree]:
     """The states of all modules in a tree."""
-    return [_nnx().state(module) for module in _modules_of(tree)]
+    return [_nnx().state(module) for module in modules_of(tree)]
 
 
 def update_modules(tree: PyTree, states: Sequence[PyTree]) -> None:
     """Updates all modules in a tree, in the order of `states_of`."""
-    for module, state in zip(_modules_of(tree), states, strict=True):
+    for module, state in zip(modules_of(tree), states, strict=True):
         _nnx().update(module, state)
 
 
@@ -28,7 +28,10 @@ def parts_of(tree: PyTree) -> list[Any]:
     return [leaf for leaf in leaves if not _is_state(leaf)]
 
 
-def _modules_of(tree: PyTree) -> list[Any]:
+def modules_of(tree: PyTree) -> list[Any]:
+    """All modules in a tree."""
+    if _nnx() is None:
+        return []
     return [part for part in parts_of(tree) if _is_module(part)]
 
 

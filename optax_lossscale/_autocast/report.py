@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
-import inspect
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from optax_lossscale._autocast.notes import Note, collect_notes
 from optax_lossscale._autocast.transform import autocast, partition
 from optax_lossscale._types import PyTree
 
+_SERIALS = itertools.count()
 _TITLES = ("times", "operation", "computed", "result", "why", "where")
 
 
@@ -40,9 +43,8 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
           1  integer_pow  float32   float32  float32 list  <doctest ...
           1  reduce_sum   float32   float32  float32 list  <doctest ...
     """
-    # A jitted function may have been traced already, and would not be traced again.
-    while isinstance(fun, jax.stages.Wrapped):
-        fun = inspect.getattr_static(fun, "__wrapped__")
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
     arrays, rest = partition((args, kwargs))
 
     def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
@@ -52,11 +54,18 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
 
         return call_with
 
-    with collect_notes() as notes:
+    with collect_notes() as notes, _trace_anew():
         jax.eval_shape(call(fun), *arrays)
         if not notes:
             jax.eval_shape(call(autocast(fun)), *arrays)
     _print_table([note for _, note in notes.values()])
+
+
+@contextlib.contextmanager
+def _trace_anew() -> Iterator[None]:
+    """Keeps JAX from reusing what it has traced, which would leave no notes."""
+    with set_xla_metadata(autocast_report=str(next(_SERIALS))):
+        yield
 
 
 def _print_table(notes: Sequence[Note]) -> None:

@@ -16,8 +16,13 @@ from jax.tree_util import Partial
 from optax_lossscale._autocast.eager import compile_once, is_immutable
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
-from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
-from optax_lossscale._autocast.notes import Note, add_note, is_collecting
+from optax_lossscale._autocast.nnx import (
+    modules_of,
+    parts_of,
+    states_of,
+    update_modules,
+)
+from optax_lossscale._autocast.notes import Caller, Note, add_note, is_collecting
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
@@ -107,10 +112,11 @@ def autocast(
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
         if level == "O0":
-            add_note(fun, Note("any", "", "", "level O0", ""))
+            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
             return fun(*args, **kwargs)
         arrays, rest = partition((args, kwargs))
-        if not is_collecting() and _is_concrete(arrays, rest):
+        is_simple = not is_collecting() and not modules_of((args, kwargs))
+        if is_simple and _is_concrete(arrays, rest):
             call = functools.partial(_call_for_arrays, policy)
             compiled = compile_once(fun, policy, call)
             if compiled is not None:
