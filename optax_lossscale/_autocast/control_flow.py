@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from optax_lossscale._autocast.identity import renumbered
 from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
@@ -70,11 +71,14 @@ class Call(NamedTuple):
         """
         if is_collecting() or closed.consts:
             return self._trace(closed)
-        operands = [(jax.typeof(array), origin) for array, origin in self.operands]
-        key = (self.policy, tuple(self.rounded), tuple(operands))
+        pattern, identities = renumbered([x.identity for x in self.operands])
+        kinds = tuple((jax.typeof(x.array), x.origin) for x in self.operands)
+        key = (self.policy, tuple(self.rounded), kinds, pattern)
         traced = _TRACED.setdefault(owner, {})
         if key not in traced:
-            traced[key] = self._trace(closed)
+            pairs = zip(self.operands, identities, strict=True)
+            operands = [x._replace(identity=identity) for x, identity in pairs]
+            traced[key] = self._replace(operands=operands)._trace(closed)
         return traced[key]
 
     def _trace(self, closed: core.ClosedJaxpr) -> _Traced:
@@ -97,9 +101,9 @@ class Call(NamedTuple):
 
 
 def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """Values of other arrays with the origins of the operands."""
+    """The operands with other arrays."""
     pairs = zip(arrays, operands, strict=True)
-    return [Value(array, operand.origin) for array, operand in pairs]
+    return [operand._replace(array=array) for array, operand in pairs]
 
 
 def as_computed(arrays: Sequence[Any]) -> list[Value]:

@@ -165,7 +165,7 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
 
 
 def test_contributing_is_short_and_its_rule_works():
-    assert len(CONTRIBUTING.splitlines()) <= 140
+    assert len(CONTRIBUTING.splitlines()) <= 150
     (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, flags=re.DOTALL)
     assert len(block.splitlines()) <= 10
     namespace = {"jnp": jnp, "ols": ols}
