@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
-from optax_lossscale._autocast.notes import Caller, Note, add_note
+from optax_lossscale._autocast.notes import Caller, Note, add_note, without_notes
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
@@ -121,6 +121,9 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Returns:
       The same function inside a `jax.named_scope` that autocast recognizes.
 
+    Raises:
+      TypeError: If `fun` is not a function.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> dot = ols.autocast(lambda x: ols.full_precision(jnp.dot)(x, x))
@@ -130,6 +133,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `to_float` of a MindSpore cell; `torch.autocast(enabled=False)` inside another.
     """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
 
     @functools.wraps(fun)
     def full_fun(*args: Any, **kwargs: Any) -> PyTree:
@@ -145,6 +150,7 @@ def _call(
     """Traces a call, and evaluates it with casts."""
     arrays, merge = partition((args, kwargs))
 
+    @without_notes()
     def trace(*arrays: jax.Array) -> tuple[Partial, Partial]:
         args, kwargs = merge(arrays)
         parts = parts_of((args, kwargs))
