@@ -66,13 +66,13 @@ TRACED_APART = {
 
 
 @pytest.mark.parametrize("name", TRACED_APART)
-def test_a_normalization_function_is_recognized_inside(name):
+def test_a_layer_keeps_its_float32_inside(name):
     apart = TRACED_APART[name]
     assert dtypes_of_tanh(lambda x: apart(layer_norm)(x @ W), X) == {"float32"}
 
 
 @pytest.mark.parametrize("name", TRACED_APART)
-def test_what_a_normalization_layer_calls_belongs_to_it_inside(name):
+def test_what_a_layer_calls_belongs_to_it_inside(name):
     apart = TRACED_APART[name]
 
     def fun(x):
@@ -88,7 +88,7 @@ def test_a_function_of_another_name_stays_low_inside(name):
     assert dtypes_of_tanh(lambda x: apart(block)(x @ W), X) == {"float16"}
 
 
-def test_the_derivative_rules_of_a_normalization_function_belong_to_it():
+def test_the_derivative_rules_of_a_layer_belong_to_it():
     rms_norm = jax.custom_vjp(layer_norm)
     rms_norm.defvjp(
         lambda x: (jnp.tanh(x), x), lambda x, ct: (ct * (1 - jnp.tanh(x) ** 2),)
@@ -99,7 +99,7 @@ def test_the_derivative_rules_of_a_normalization_function_belong_to_it():
     assert [e.invars[0].aval.dtype.name for e in found] == ["float32"] * 2
 
 
-def test_a_helper_that_jax_traced_in_a_normalization_layer_is_low_elsewhere():
+def test_a_helper_that_jax_traced_in_a_layer_is_low_elsewhere():
     helper = jax.jit(block)
 
     def norm(x):
@@ -133,7 +133,7 @@ def test_a_function_inside_a_test_of_a_layer_norm_is_not_a_layer():
     assert test_layer_norm() == {"float16"}
 
 
-def test_what_a_factory_of_normalization_layers_returns_is_one():
+def test_what_a_factory_of_layers_returns_is_a_layer():
     def rms_norm(scale):
         return lambda x: scale * jnp.tanh(x)
 
@@ -179,7 +179,7 @@ def test_a_module_is_recognized_by_its_whole_name(name, is_one):
     assert found == {"float32" if is_one else "float16"}
 
 
-def test_norms_of_vectors_are_not_normalization_layers():
+def test_lengths_of_vectors_are_not_layers():
     def fun(x):
         y = x @ W
         clipped, _ = optax.clip_by_global_norm(1.0).update(y, optax.EmptyState())

@@ -281,6 +281,7 @@ def test_a_function_without_operations_has_a_report_without_rows(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
 def test_every_model_of_the_benchmarks_has_a_report(capsys, monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "benchmarks")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
