@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import sysconfig
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -64,8 +65,8 @@ def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
     They end where JAX began to trace the program that holds the equation. Beside each
     stands the place in it from which the next one was called.
     """
-    traceback = equation.source_info.traceback
-    frames = zip(*traceback.raw_frames(), strict=True) if traceback else ()
+    source = equation.source_info.traceback
+    frames = zip(*source.raw_frames(), strict=True) if source else ()
     # The frames of JAX 0.7 go on to what called the trace.
     return list(
         itertools.takewhile(lambda x: x[0].co_name != "trace_to_jaxpr_dynamic", frames)
@@ -74,13 +75,22 @@ def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
 
 def where_written(equation: core.JaxprEqn) -> str | None:
     """Line and function of the innermost frame that is not JAX's or autocast's own."""
-    traceback: Any = equation.source_info.traceback
+    source: Any = equation.source_info.traceback
     for code, place in frames_of(equation):
         if not _is_library(code.co_filename):
-            line, column, *_ = traceback.code_addr2location(code, place)
+            line, column, *_ = source.code_addr2location(code, place)
             file = os.path.basename(code.co_filename)
             return f"{file}:{line}:{column} ({code.co_qualname})"
     return None
+
+
+def where_called() -> str:
+    """Line and function of the innermost running frame that is not theirs either."""
+    for frame, line in traceback.walk_stack(None):
+        if not _is_library(frame.f_code.co_filename):
+            file = os.path.basename(frame.f_code.co_filename)
+            return f"{file}:{line} ({frame.f_code.co_qualname})"
+    return ""
 
 
 @functools.cache

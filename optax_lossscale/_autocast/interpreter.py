@@ -18,6 +18,7 @@ from optax_lossscale._autocast.notes import (
     caller_of,
     drop_notes,
     note_operation,
+    outermost_caller,
 )
 from optax_lossscale._autocast.policy import SENSITIVE, Policy
 from optax_lossscale._autocast.rounding import read_by_products
@@ -70,7 +71,7 @@ def run(
     Returns:
       A value for each of its outputs, perhaps narrower than declared.
     """
-    caller = caller or Caller(path=(object(),))
+    caller = caller or outermost_caller()
     if rule == "backward":
         caller = caller._replace(path=(*caller.path, rule))
     if rule:

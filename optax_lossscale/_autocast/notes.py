@@ -9,7 +9,7 @@ import jax
 
 from optax_lossscale._autocast.choice import Choice
 from optax_lossscale._autocast.values import is_float32
-from optax_lossscale._jaxprs import programs_of, where_written
+from optax_lossscale._jaxprs import programs_of, where_called, where_written
 from optax_lossscale._tree import is_floating
 
 
@@ -62,6 +62,16 @@ def collect_notes() -> Iterator[_Notes]:
         _NOTES.reset(token)
 
 
+@contextlib.contextmanager
+def without_notes() -> Iterator[None]:
+    """Collects none: `autocast` inside `autocast` is noted by the outer one alone."""
+    token = _NOTES.set(None)
+    try:
+        yield
+    finally:
+        _NOTES.reset(token)
+
+
 def is_collecting() -> bool:
     """Whether a report is being made."""
     return _NOTES.get() is not None
@@ -91,6 +101,11 @@ def note_operation(
             where=where_written(equation) or caller.where,
         )
         add_note(caller, equation, note)
+
+
+def outermost_caller() -> Caller:
+    """The caller of a program that no operation holds, another one at each call."""
+    return Caller((object(),), where_called() if is_collecting() else "")
 
 
 def caller_of(caller: Caller, equation: Any) -> Caller:

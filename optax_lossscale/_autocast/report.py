@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from optax_lossscale._autocast.nnx import is_module
 from optax_lossscale._autocast.notes import Note, collect_notes
 from optax_lossscale._autocast.transform import autocast, partition
 from optax_lossscale._types import PyTree
@@ -23,15 +24,23 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     """Prints the dtype in which each operation computes under `autocast`, and why.
 
     The function is traced but not run. Operations that agree in every column share a
-    line, which says how many there are. The column `computed` gives the dtype in which
-    an operation computes, and `result` the dtype of its result: a bias is added in
-    float32, for example, and the sum is rounded to float16.
+    line, which says how many there are. The body of a loop and each branch of a
+    `lax.cond` count once; a function that is called three times counts three times,
+    unless the calls reach `autocast` through one `jax.jit`, which traces it once.
+
+    The column `computed` gives the dtype in which an operation computes, and `result`
+    the dtype of its first result: a bias is added in float32, for example, and the sum
+    is rounded to float16. `where` is the line of your code, or of your framework's
+    layer, that called for the operation.
 
     Args:
       fun: A function that `autocast` returned, perhaps jitted, or that calls one. For
         any other function, the report shows what `autocast(fun)` would do.
       *args: Its arguments; arrays, or `jax.ShapeDtypeStruct`.
       **kwargs: Its keyword arguments.
+
+    Raises:
+      TypeError: If `fun` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -45,6 +54,8 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
+    if is_module(fun):  # As an argument it may change, say its running statistics.
+        fun, args = _apply, (fun, *args)
     arrays, rest = partition((args, kwargs))
 
     def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
@@ -59,6 +70,10 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         if not notes:
             jax.eval_shape(call(autocast(fun)), *arrays)
     _print_table([note for _, note in notes.values()])
+
+
+def _apply(module: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
+    return module(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,13 @@ from optax_lossscale._autocast.nnx import (
     states_of,
     update_modules,
 )
-from optax_lossscale._autocast.notes import Caller, Note, add_note, is_collecting
+from optax_lossscale._autocast.notes import (
+    Caller,
+    Note,
+    add_note,
+    is_collecting,
+    without_notes,
+)
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
@@ -136,6 +142,9 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Returns:
       The same function inside a `jax.named_scope` that autocast recognizes.
 
+    Raises:
+      TypeError: If `fun` is not a function.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> dot = ols.autocast(lambda x: ols.full_precision(jnp.dot)(x, x))
@@ -145,6 +154,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `to_float` of a MindSpore cell; `torch.autocast(enabled=False)` inside another.
     """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
 
     @functools.wraps(fun)
     def full_fun(*args: Any, **kwargs: Any) -> PyTree:
@@ -180,6 +191,7 @@ def _call(
     """
     arrays, rest = partition((args, kwargs))
 
+    @without_notes()
     def trace(*arrays: jax.Array) -> tuple[Partial, Partial]:
         args, kwargs = rest.merge(arrays)
         parts = parts_of((args, kwargs))
