@@ -1,5 +1,6 @@
 """Choose in which dtype each operation of a program computes, and say why."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,17 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lossscale._autocast.identity import free_sizes, is_square
 from optax_lossscale._autocast.policy import LOW, MOVES, Policy
 from optax_lossscale._autocast.values import (
     ADDS,
+    MAY_MASK,
     OF_ARGUMENTS,
+    OF_PRODUCTS,
+    SUMS_OF_TWO,
     Origin,
     Value,
     is_float32,
     is_move,
+    keeps_masks,
 )
 from optax_lossscale._jaxprs import evaluate
 from optax_lossscale._tree import is_floating
+
+# Functions that are constant where their operand is large.
+_BOUNDED = ("erf", "logistic", "tanh")
 
 
 class Choice(NamedTuple):
@@ -29,12 +38,15 @@ class Choice(NamedTuple):
       why: The reason, for the report.
       is_rounded: Whether its results are rounded to the low dtype.
       is_left_alone: Whether it holds programs that are left as they are written.
+      is_recomputed: Whether the backward pass computes it again from low operands,
+        which take less memory than float32 ones.
     """
 
     dtype: Any
     why: str
     is_rounded: bool = False
     is_left_alone: bool = False
+    is_recomputed: bool = False
 
 
 def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
@@ -45,6 +57,11 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
         return Choice(None, "no float32 operands")
     if name == "convert_element_type":
         return Choice(jnp.result_type(floats[0].array), "a cast")
+    if name not in policy.low - LOW:
+        if is_square(equation, [x.identity for x in operands]):
+            return Choice(None, "a square", is_recomputed=True)
+        if _is_sum(equation, operands):
+            return Choice(None, "a sum", is_recomputed=True)
     if is_low(equation, policy):
         return Choice(policy.dtype, "low list")
     reason = _reason_for_declared(equation, operands, floats, policy)
@@ -89,20 +106,30 @@ def _choose_widest(
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     reads_low = policy.dtype in dtypes
     # At O2 and O3 one low operand makes the result low. Two kinds of results stay
-    # float32: scalars, which may be losses, and masks of -1e9, because a row of
-    # infinities would become NaN.
+    # float32: scalars, which may be losses, and those of numbers that the low dtype
+    # cannot hold: a row of infinities would become NaN, and `x + 1e-8` zero. The cube
+    # in gelu overflows from 41 on, and only its tanh is low again.
     is_scalar = equation.outvars[0].aval.size <= 1
     is_lowered = policy.lowers_everything and reads_low
-    is_lowered &= not is_scalar and Origin.LARGE not in origins
+    is_lowered &= not is_scalar and not origins & {Origin.WIDE, Origin.CUBE}
+    becomes_low = is_lowered or widest == policy.dtype
     if _needs_float32(equation, operands):
-        is_rounded = is_lowered or widest == policy.dtype
-        return Choice(None, "float32, because of its derivative", is_rounded=is_rounded)
-    if name in ADDS and origins == {Origin.PRODUCT, Origin.BIAS}:
+        return Choice(
+            None, "float32, because of its derivative", is_rounded=becomes_low
+        )
+    if name in ADDS and Origin.BIAS in origins and origins & {*OF_PRODUCTS}:
         return Choice(None, "a bias, summed in float32", is_rounded=True)
-    if name in ADDS and Origin.SMALL_CUBE in origins and reads_low:
-        # The cube in gelu is computed in float32, because its derivative overflows in
-        # float16 from 148 on, and 0 times infinity is NaN. The rest of gelu is low.
-        return Choice(None, "a polynomial, then rounded", is_rounded=True)
+    if Origin.CUBE in origins and name in _BOUNDED:
+        return Choice(policy.dtype, "bounded, so its operand may overflow")
+    if name == "sub" and policy.lowers_everything and origins & {*OF_ARGUMENTS}:
+        # The other operand may be a prediction, and the argument its target.
+        return Choice(None, "a difference from an argument")
+    is_arithmetic = name in (*SUMS_OF_TWO, "mul", "div")
+    may_mask = bool(origins & MAY_MASK) and keeps_masks(equation, operands)
+    if becomes_low and is_arithmetic and may_mask:
+        # In the low dtype a mask of -1e9, rounded to the end of the range, would
+        # overflow here.
+        return Choice(None, "may hold a mask, so in float32", is_rounded=True)
     return Choice(widest, "widest of its operands", is_rounded=is_lowered)
 
 
@@ -144,11 +171,25 @@ def _reason_not_low(equation: Any, policy: Policy) -> str | None:
     name, atoms = equation.primitive.name, [*equation.invars, *equation.outvars]
     if not all(is_float32(atom) for atom in atoms if is_floating(atom.aval)):
         return "written for several dtypes"  # It stays in them.
-    if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
+    if name == "dot_general" and _terms(equation) <= 1:
         return "an outer product"  # It sums nothing, so there is little to gain.
     if name not in LOW and not _runs_in(policy.dtype, equation):
         return f"no {policy.dtype} on {jax.default_backend()}"
     return None
+
+
+def _is_sum(equation: Any, operands: Sequence[Value]) -> bool:
+    """Whether a product with an array of equal numbers stands for a sum."""
+    if equation.primitive.name != "dot_general":
+        return False
+    pairs = zip(free_sizes(equation), operands, strict=True)
+    return any(size == 1 and x.origin is Origin.CONSTANT for size, x in pairs)
+
+
+def _terms(equation: Any) -> int:
+    """How many terms each sum of a `dot_general` has."""
+    contracting = equation.params["dimension_numbers"][0][0]
+    return math.prod(equation.invars[0].aval.shape[axis] for axis in contracting)
 
 
 def _runs_in(dtype: Any, equation: Any) -> bool:
@@ -168,10 +209,10 @@ def _runs_in(dtype: Any, equation: Any) -> bool:
 def params_in(equation: Any, dtype: Any) -> dict[str, Any]:
     """The parameters of an operation whose operands are cast to a dtype."""
     params = dict(equation.params)
-    if equation.primitive.name == "convert_element_type" and is_move(equation):
-        params["new_dtype"] = dtype
     if dtype is None:
         return params
+    if equation.primitive.name == "convert_element_type" and is_move(equation):
+        params["new_dtype"] = dtype
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     if isinstance(params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):

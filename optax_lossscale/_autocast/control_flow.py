@@ -76,9 +76,9 @@ class Call(NamedTuple):
 
 
 def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """Values of other arrays with the origins of the operands."""
+    """The operands with other arrays."""
     pairs = zip(arrays, operands, strict=True)
-    return [Value(array, operand.origin) for array, operand in pairs]
+    return [operand._replace(array=array) for array, operand in pairs]
 
 
 def as_computed(arrays: Sequence[Any]) -> list[Value]:

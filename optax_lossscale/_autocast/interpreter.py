@@ -10,6 +10,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
+from optax_lossscale._autocast.identity import identities_of, new_identity
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -22,6 +23,7 @@ from optax_lossscale._autocast.policy import SENSITIVE, Policy
 from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
+    OF_PRODUCTS,
     Origin,
     Value,
     as_argument,
@@ -30,6 +32,7 @@ from optax_lossscale._autocast.values import (
     as_operand,
     cast,
     is_float32,
+    narrow,
     origin_of,
 )
 from optax_lossscale._jaxprs import (
@@ -113,7 +116,9 @@ class _Frame:
 
     def write(self, variables: Sequence[core.Var], values: Sequence[Value]) -> None:
         """Sets variables."""
-        self.values.update(zip(variables, values, strict=True))
+        for variable, value in zip(variables, values, strict=True):
+            identity = value.identity or new_identity()
+            self.values[variable] = value._replace(identity=identity)
 
     def apply(self, equation: Any) -> list[Value]:
         """Evaluates one operation and returns its results."""
@@ -140,26 +145,39 @@ class _Frame:
             outputs = self._round(equation, values, flags)
             arrays = [output.array for output in outputs]
             note_operation(self.caller, equation, choice, arrays)
+        identities = identities_of(equation, [x.identity for x in operands])
+        outputs = [
+            value._replace(identity=value.identity or identity)
+            for value, identity in zip(outputs, identities, strict=True)
+        ]
         return list(map(_as_normalized, outputs)) if is_layer else outputs
 
     def _compute(
         self, equation: Any, operands: Sequence[Value], choice: Choice
     ) -> Sequence[Any]:
         """Computes an operation in the chosen dtype."""
-        if choice.dtype is None and equation.primitive.name in _RECOMPUTED:
+        in_float32 = choice.dtype is None and equation.primitive.name in _RECOMPUTED
+        if in_float32 or choice.is_recomputed:
             return _recomputed(equation, operands)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
-        arrays = list(map(self._cast_operand, equation.invars, operands, dtypes))
+        is_product = equation.primitive.name in self.policy.low
+        arrays = [
+            self._cast_operand(atom, value, dtype, is_product)
+            for atom, value, dtype in zip(
+                equation.invars, operands, dtypes, strict=True
+            )
+        ]
         return evaluate(equation, arrays, params_in(equation, choice.dtype))
 
     def _cast_operand(
-        self, atom: core.Var | core.Literal, value: Value, dtype: Any
+        self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
     ) -> Any:
         """Casts a float32 operand to a dtype, and returns any other as it is."""
         if not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal) or value.origin in _CAST_ANEW:
-            return cast(value.array, dtype)
+            # Data that a product cannot hold become infinite, for the loss to show.
+            return cast(value.array, dtype) if is_product else narrow(value, dtype)
         if (atom, dtype) not in self.casts:
             self.casts[atom, dtype] = cast(value.array, dtype)
         return self.casts[atom, dtype]
@@ -168,20 +186,21 @@ class _Frame:
         self, equation: Any, values: Sequence[Value], flags: Sequence[bool]
     ) -> list[Value]:
         """Rounds the flagged results; arguments are cast only where they are read."""
-        return [
-            Value(cast(value.array, self.policy.dtype), value.origin)
-            if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS
-            else value
-            for variable, value, flag in zip(
-                equation.outvars, values, flags, strict=True
-            )
-        ]
+        results = []
+        for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
+            if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS:
+                value = value._replace(array=narrow(value, self.policy.dtype))
+            is_low = getattr(value.array, "dtype", None) == self.policy.dtype
+            if value.origin in OF_PRODUCTS and not is_low:
+                value = value._replace(origin=Origin.COMPUTED)
+            results.append(value)
+        return results
 
 
 def _as_normalized(value: Value) -> Value:
     """Marks a result of a normalization layer."""
     is_computed = value.origin is Origin.COMPUTED
-    return Value(value.array, Origin.NORMALIZED) if is_computed else value
+    return value._replace(origin=Origin.NORMALIZED) if is_computed else value
 
 
 def _recomputed(equation: Any, operands: Sequence[Value]) -> Sequence[Any]:

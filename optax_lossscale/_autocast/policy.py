@@ -35,7 +35,7 @@ SUMS = _words(
     "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum scatter-add "
     "scatter-mul select_and_scatter_add"
 )
-POWERS = _words("integer_pow square")
+POWERS = _words("integer_pow pow square")
 # Operations that move values without changing them.
 MOVES = _words(
     "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "

@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from optax_lossscale._autocast.choice import is_low
+from optax_lossscale._autocast.identity import free_sizes
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
 from optax_lossscale._autocast.policy import COMMUTES, Policy
 from optax_lossscale._autocast.values import is_move
@@ -46,7 +47,10 @@ def _reads_for_products(
     if reason_left_alone(equation) is not None:
         return [False] * count
     if is_low(equation, policy):
-        return [True] * count
+        if equation.primitive.name != "dot_general":
+            return [True] * count
+        # With a vector, it may be a sum or a sum of squares, which are in float32.
+        return [size > 1 for size in reversed(free_sizes(equation))]
     if equation.primitive.name in COMMUTES or is_move(equation):
         return [all(outputs)] * count
     if equation.primitive is core.primitives.scan_p:

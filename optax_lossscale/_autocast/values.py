@@ -5,6 +5,7 @@ the operations that read it may compute.
 """
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,35 +14,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._autocast.policy import LOW, MOVES
+from optax_lossscale._autocast.identity import Identity, identity_of_literal
+from optax_lossscale._autocast.policy import COMMUTES, LOW, MOVES
 from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
+SUMS_OF_TWO = (*ADDS, "sub")
 
 
 class Origin(enum.Enum):
     """Where a value comes from, as far as this matters for casts."""
 
     COMPUTED = enum.auto()  # Any value not named below; it counts as its own dtype.
-    PRODUCT = enum.auto()  # A result of an operation in `LOW`, perhaps moved.
+    PRODUCT = enum.auto()  # A low result of an operation in `LOW`, perhaps moved.
+    SATURATED = (
+        enum.auto()
+    )  # A low sum, such as product + bias; the bias may be a mask.
     ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
     BIAS = enum.auto()  # An ARGUMENT of one axis: if added to a product, its bias.
     LOOP_CONSTANT = enum.auto()  # A low value that a loop reads at each step.
-    CUBE = enum.auto()  # A third power.
-    SMALL_CUBE = enum.auto()  # A third power times a small number, as in gelu.
-    LARGE = enum.auto()  # A number beyond the low dtype, perhaps moved or multiplied.
+    CUBE = enum.auto()  # A third power of a low value, or a polynomial, as in gelu.
+    WIDE = enum.auto()  # A number that the low dtype cannot hold, or a sum with one.
     NORMALIZED = enum.auto()  # At O2, a result computed in a normalization layer.
     CONSTANT = enum.auto()  # A number that the low dtype can hold; it widens nothing.
 
 
 OF_ARGUMENTS = (Origin.ARGUMENT, Origin.BIAS)
+OF_PRODUCTS = (Origin.PRODUCT, Origin.SATURATED)
+# Values whose entries may be masks, such as -1e9, before or after they were rounded.
+MAY_MASK = {Origin.SATURATED, *OF_ARGUMENTS}
 
 
 class Value(NamedTuple):
-    """An array, perhaps narrower than declared, and its origin."""
+    """An array, perhaps narrower than declared, its origin and its identity."""
 
     array: Any
     origin: Origin
+    identity: Identity | None = None
 
 
 def as_argument(array: Any) -> Value:
@@ -51,11 +60,14 @@ def as_argument(array: Any) -> Value:
 
 def as_literal(number: Any, dtype: Any) -> Value:
     """The value of a number, which widens if the low dtype cannot represent it."""
+    identity = identity_of_literal(number)
+    if jnp.result_type(number) == jax.dtypes.float0:
+        return Value(number, Origin.CONSTANT, identity)
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
-    if float(info.max) < magnitude < float("inf"):
-        return Value(number, Origin.LARGE)
-    is_small = 0 < magnitude < float(info.tiny)
-    return Value(number, Origin.COMPUTED if is_small else Origin.CONSTANT)
+    is_large = float(info.max) < magnitude < float("inf")
+    if is_large or 0 < magnitude < float(info.tiny):
+        return Value(number, Origin.WIDE, identity)
+    return Value(number, Origin.CONSTANT, identity)
 
 
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
@@ -66,7 +78,7 @@ def as_operand(value: Value, atom: Any, equation: Any) -> Value:
         and _has_one_long_axis(atom.aval)
         and atom.aval != equation.outvars[0].aval
     ):
-        return Value(value.array, Origin.BIAS)
+        return value._replace(origin=Origin.BIAS)
     return value
 
 
@@ -80,29 +92,46 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
     name, origins = equation.primitive.name, {x.origin for x in operands}
     if name in LOW:
         return Origin.PRODUCT
-    sum_of_products = {Origin.PRODUCT, Origin.BIAS, Origin.CONSTANT}
-    if name in ADDS and Origin.PRODUCT in origins and origins <= sum_of_products:
-        return Origin.PRODUCT
     if name == "convert_element_type" and origins == {Origin.CONSTANT}:
         return Origin.CONSTANT
     if name == "integer_pow" and equation.params["y"] == 3:
+        is_low = jnp.result_type(operands[0].array).itemsize == 2
+        return Origin.CUBE if is_low else Origin.COMPUTED
+    if name in COMMUTES | {*SUMS_OF_TWO, "mul"} and Origin.WIDE in origins:
+        return Origin.WIDE
+    is_scaled = name == "mul" and origins == {Origin.CUBE, Origin.CONSTANT}
+    if is_scaled or (name in SUMS_OF_TWO and Origin.CUBE in origins):
         return Origin.CUBE
-    if name == "mul" and origins == {Origin.CUBE, Origin.CONSTANT}:
-        numbers = [x.array for x in operands if x.origin is Origin.CONSTANT]
-        is_small = all(np.ndim(x) == 0 and abs(float(x)) < 0.1 for x in numbers)
-        return Origin.SMALL_CUBE if is_small else Origin.COMPUTED
-    if name in MOVES | {"mul"} and Origin.LARGE in origins:
-        return Origin.LARGE
-    if name in MOVES or name == "convert_element_type":
+    if name in ADDS and Origin.PRODUCT in origins <= {Origin.PRODUCT, Origin.CONSTANT}:
+        return Origin.PRODUCT
+    is_moved = name in MOVES or name == "convert_element_type"
+    if is_moved and sum(is_floating(atom.aval) for atom in equation.invars) == 1:
         return _origin_of_moved(equation, operands)
+    if origins & MAY_MASK and keeps_masks(equation, operands):
+        return Origin.SATURATED
     return Origin.COMPUTED
 
 
+def keeps_masks(equation: Any, operands: Sequence[Value]) -> bool:
+    """Whether a mask in an operand is still one in the result.
+
+    So it is in sums, in a value times one number, and where entries are moved.
+    """
+    name = equation.primitive.name
+    if name not in ("mul", "div"):
+        return name in SUMS_OF_TWO or name in COMMUTES | {"sort", "top_k"}
+    numbers = [
+        value.origin is Origin.CONSTANT or atom.aval.size <= 1
+        for value, atom in zip(operands, equation.invars, strict=True)
+    ]
+    if numbers == [False, True]:
+        return operands[0].origin in MAY_MASK
+    return name == "mul" and numbers == [True, False] and operands[1].origin in MAY_MASK
+
+
 def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin:
-    """The origin of a moved value: its own, if it is the only floating operand."""
+    """The origin of the only floating operand; a row of arguments becomes a bias."""
     is_float = [is_floating(atom.aval) for atom in equation.invars]
-    if sum(is_float) != 1:
-        return Origin.COMPUTED
     place = is_float.index(True)
     old, new = equation.invars[place].aval, equation.outvars[0].aval
     becomes_row = new.ndim == 1 or (_has_one_long_axis(old) and new.size > old.size)
@@ -114,6 +143,27 @@ def cast(array: Any, dtype: Any) -> Any:
     """Casts an array to a dtype, if it has another one."""
     same = jnp.result_type(array) == dtype
     return array if same else lax.convert_element_type(array, dtype)
+
+
+def narrow(value: Value, dtype: Any) -> Any:
+    """Casts a value's array; what may be a mask stays finite."""
+    is_wider = jnp.result_type(value.array).itemsize > jnp.dtype(dtype).itemsize
+    to = _saturate if is_wider and value.origin in MAY_MASK else cast
+    return to(value.array, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _saturate(array: Any, dtype: Any) -> Any:
+    """Casts; finite numbers beyond the range of the dtype become the ends of the range.
+
+    The derivative is that of the plain cast, and the backward pass needs nothing saved.
+    """
+    is_finite = lax.is_finite(array)
+    finite = lax.stop_gradient(lax.select(is_finite, array, lax.full_like(array, 0)))
+    limit = np.asarray(jnp.finfo(dtype).max, array.dtype)
+    # The difference is 0, or what is not finite, and carries the derivative.
+    inside = lax.clamp(-limit, finite, limit) + (array - finite)
+    return lax.convert_element_type(inside, dtype)
 
 
 def is_float32(atom: Any) -> bool:
