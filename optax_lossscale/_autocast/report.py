@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._autocast.arguments import partition
 from optax_lossscale._autocast.notes import Note, collect_notes
-from optax_lossscale._autocast.transform import autocast, partition
+from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._types import PyTree
 
 _TITLES = ("times", "operation", "computed", "result", "why", "where")

@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.arguments import (
+    are_same,
+    is_array,
+    partition,
+    parts_of,
+)
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
-from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
+from optax_lossscale._autocast.nnx import states_of, update_modules
 from optax_lossscale._autocast.notes import Note, add_note
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
@@ -121,6 +126,9 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Returns:
       The same function inside a `jax.named_scope` that autocast recognizes.
 
+    Raises:
+      TypeError: If `fun` is not a function.
+
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> dot = ols.autocast(lambda x: ols.full_precision(jnp.dot)(x, x))
@@ -130,6 +138,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `to_float` of a MindSpore cell; `torch.autocast(enabled=False)` inside another.
     """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
 
     @functools.wraps(fun)
     def full_fun(*args: Any, **kwargs: Any) -> PyTree:
@@ -150,13 +160,13 @@ def _call(
         parts = parts_of((args, kwargs))
         states_before, _ = partition(states_of((args, kwargs)))
         results, merge_results = partition(fun(*args, **kwargs))
-        if not _are_same(parts, parts_of((args, kwargs))):
+        if not are_same(parts, parts_of((args, kwargs))):
             raise ValueError(
                 "`fun` must not change its arguments in place: under `autocast` the "
                 "change would be lost. (Return the new value instead.)"
             )
         states, merge_states = partition(states_of((args, kwargs)))
-        if _are_same(states, states_before):
+        if are_same(states, states_before):
             states = []
         # A `Partial` is a pytree of its arrays, with the function as static data.
         return Partial(merge_results, *results), Partial(merge_states, *states)
@@ -174,7 +184,7 @@ def _call(
 def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     """The arrays of a call as values; at O2 normalization parameters stay float32."""
     in_layers = itertools.compress(
-        in_normalization(tree), map(_is_array, jax.tree.leaves(tree))
+        in_normalization(tree), map(is_array, jax.tree.leaves(tree))
     )
     return [
         Value(array, Origin.COMPUTED)
@@ -182,28 +192,3 @@ def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
         else as_argument(array)
         for array, in_layer in zip(arrays, in_layers, strict=True)
     ]
-
-
-def partition(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """The arrays of a tree, and a function that puts other arrays in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    flags = [_is_array(leaf) for leaf in leaves]
-    others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-
-    def merge(arrays: Sequence[Any]) -> PyTree:
-        given = iter(arrays)
-        merged = [next(given) if f else x for x, f in zip(others, flags, strict=True)]
-        return jax.tree.unflatten(structure, merged)
-
-    arrays = itertools.compress(leaves, flags)
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], merge
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
-    pairs = zip(some, others, strict=False)
-    return len(some) == len(others) and all(one is other for one, other in pairs)

@@ -51,6 +51,8 @@ def as_argument(array: Any) -> Value:
 
 def as_literal(number: Any, dtype: Any) -> Value:
     """The value of a number, which widens if the low dtype cannot represent it."""
+    if getattr(number, "dtype", None) == jax.dtypes.float0:
+        return Value(number, Origin.CONSTANT)
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
     if float(info.max) < magnitude < float("inf"):
         return Value(number, Origin.LARGE)
