@@ -9,12 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.arguments import (
+    are_same,
+    is_array,
+    partition,
+    parts_of,
+)
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
-from optax_lossscale._autocast.nnx import parts_of, states_of, update_modules
+from optax_lossscale._autocast.nnx import states_of, update_modules
 from optax_lossscale._autocast.notes import Caller, Note, add_note, without_notes
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
@@ -156,13 +161,13 @@ def _call(
         parts = parts_of((args, kwargs))
         states_before, _ = partition(states_of((args, kwargs)))
         results, merge_results = partition(fun(*args, **kwargs))
-        if not _are_same(parts, parts_of((args, kwargs))):
+        if not are_same(parts, parts_of((args, kwargs))):
             raise ValueError(
                 "`fun` must not change its arguments in place: under `autocast` the "
                 "change would be lost. (Return the new value instead.)"
             )
         states, merge_states = partition(states_of((args, kwargs)))
-        if _are_same(states, states_before):
+        if are_same(states, states_before):
             states = []
         # A `Partial` is a pytree of its arrays, with the function as static data.
         return Partial(merge_results, *results), Partial(merge_states, *states)
@@ -180,7 +185,7 @@ def _call(
 def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     """The arrays of a call as values; at O2 normalization parameters stay float32."""
     in_layers = itertools.compress(
-        in_normalization(tree), map(_is_array, jax.tree.leaves(tree))
+        in_normalization(tree), map(is_array, jax.tree.leaves(tree))
     )
     return [
         Value(array, Origin.COMPUTED)
@@ -188,28 +193,3 @@ def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
         else as_argument(array)
         for array, in_layer in zip(arrays, in_layers, strict=True)
     ]
-
-
-def partition(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
-    """The arrays of a tree, and a function that puts other arrays in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    flags = [_is_array(leaf) for leaf in leaves]
-    others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-
-    def merge(arrays: Sequence[Any]) -> PyTree:
-        given = iter(arrays)
-        merged = [next(given) if f else x for x, f in zip(others, flags, strict=True)]
-        return jax.tree.unflatten(structure, merged)
-
-    arrays = itertools.compress(leaves, flags)
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], merge
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
-    pairs = zip(some, others, strict=False)
-    return len(some) == len(others) and all(one is other for one, other in pairs)
