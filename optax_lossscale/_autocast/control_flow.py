@@ -3,17 +3,15 @@
 Loop carries and branch results keep their declared dtypes.
 """
 
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import jet
 from jax.extend import core
 
-from optax_lossscale._autocast.identity import renumbered
-from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
     Origin,
@@ -24,10 +22,6 @@ from optax_lossscale._autocast.values import (
 )
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
-_Traced = tuple[core.ClosedJaxpr, list[Origin]]
-_TRACED: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = (
-    weakref.WeakKeyDictionary()
-)
 HALVES = (jnp.float16, jnp.bfloat16)
 
 
@@ -62,42 +56,39 @@ class Call(NamedTuple):
         """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
-    def trace(self, closed: core.ClosedJaxpr, owner: Any) -> _Traced:
-        """Traces the evaluation of a program; also returns its outputs' origins.
-
-        JAX gives the same program again when a jitted function is called again, or is
-        used in every layer. So the result is kept as long as its `owner`, the object
-        that JAX holds.
-        """
-        if is_collecting() or closed.consts:
-            return self._trace(closed)
-        pattern, identities = renumbered([x.identity for x in self.operands])
-        kinds = tuple((jax.typeof(x.array), x.origin) for x in self.operands)
-        key = (self.policy, tuple(self.rounded), kinds, pattern)
-        traced = _TRACED.setdefault(owner, {})
-        if key not in traced:
-            pairs = zip(self.operands, identities, strict=True)
-            operands = [x._replace(identity=identity) for x, identity in pairs]
-            traced[key] = self._replace(operands=operands)._trace(closed)
-        return traced[key]
-
-    def _trace(self, closed: core.ClosedJaxpr) -> _Traced:
+    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
+        """Traces the evaluation of a program; also returns its outputs' origins."""
         origins: list[Origin] = []
 
-        def body(*arrays: Any) -> list[Any]:
-            inputs = values_like(self.operands, arrays)
+        def apply(inputs: list[Value]) -> list[Any]:
             outputs = self.run(closed, inputs, self.policy, self.rounded)
             origins.extend(output.origin for output in outputs)
             return [output.array for output in outputs]
 
-        return jax.make_jaxpr(body)(*self.arrays), origins
+        return _traced(apply, self.operands), origins
 
-    def run_declared(
-        self, closed: core.ClosedJaxpr, inputs: Sequence[Value]
-    ) -> list[Any]:
-        """Evaluates a program and casts its results to their declared dtypes."""
-        outputs = [x.array for x in self.run(closed, inputs, self.policy)]
-        return as_declared(closed.jaxpr.outvars, outputs)
+    def trace_declared(
+        self, closed: core.ClosedJaxpr, operands: Sequence[Value]
+    ) -> core.ClosedJaxpr:
+        """Traces the evaluation of a program whose results keep their dtypes."""
+
+        def apply(inputs: list[Value]) -> list[Any]:
+            outputs = [x.array for x in self.run(closed, inputs, self.policy)]
+            return as_declared(closed.jaxpr.outvars, outputs)
+
+        return _traced(apply, operands)
+
+    def bind(self, arrays: Sequence[Any], **programs: Any) -> Sequence[Any]:
+        """Applies the same operation, around other programs, to some arrays."""
+        return evaluate(self.equation, arrays, {**self.params, **programs})
+
+
+def _traced(
+    apply: Callable[[list[Value]], list[Any]], operands: Sequence[Value]
+) -> core.ClosedJaxpr:
+    """The program of a function of values, traced with operands like these."""
+    arrays = [operand.array for operand in operands]
+    return jax.make_jaxpr(lambda *xs: apply(values_like(operands, xs)))(*arrays)
 
 
 def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
@@ -113,20 +104,38 @@ def as_computed(arrays: Sequence[Any]) -> list[Value]:
 
 def jit(call: Call) -> list[Value]:
     """A jitted function inside the program."""
-    program, origins = call.trace(call.params["jaxpr"], call.params["jaxpr"])
-    params = {**call.params, "jaxpr": program}
-    return list(map(Value, evaluate(call.equation, call.arrays, params), origins))
+    program, origins = call.trace(call.params["jaxpr"])
+    return list(map(Value, call.bind(call.arrays, jaxpr=program), origins))
 
 
 def remat(call: Call) -> list[Value]:
     """A function under `jax.checkpoint`."""
-    program, origins = call.trace(
-        core.ClosedJaxpr(call.params["jaxpr"], ()), call.params["jaxpr"]
-    )
+    program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
-    arrays, params = [*program.consts, *call.arrays], {**call.params, "jaxpr": body}
-    return list(map(Value, evaluate(call.equation, arrays, params), origins))
+    outputs = call.bind([*program.consts, *call.arrays], jaxpr=body)
+    return list(map(Value, outputs, origins))
+
+
+def _jet_of_remat(
+    primals: Sequence[Any], series: Sequence[Any], *, jaxpr: core.Jaxpr, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """The Taylor series of a function under `jax.checkpoint`, itself under one."""
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+
+    def apply(primals: Sequence[Any], series: Sequence[Any]) -> Any:
+        # The rules of `jet` give and take coefficients without factorials.
+        return jet.jet(function, primals, series, factorial_scaled=False)
+
+    del params["differentiated"]
+    outputs, out_series = jax.checkpoint(apply, **params)(primals, series)
+    return outputs, out_series
+
+
+if hasattr(core.primitives, "remat_p"):  # JAX 0.7 does not export it.
+    # JAX has no such rule, and autocast recomputes float32 results in checkpoints.
+    rules: dict[core.Primitive, Any] = jet.jet_rules
+    rules.setdefault(core.primitives.remat_p, _jet_of_remat)
 
 
 def inline(call: Call) -> list[Value]:
@@ -194,37 +203,33 @@ def _declared_half(value: Value, variable: Any) -> Value:
 
 
 def while_loop(call: Call) -> list[Value]:
-    """A `lax.while_loop`."""
-    params, operands = call.params, call.operands
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    """A `lax.while_loop`.
+
+    Not by `lax.while_loop` itself, which refuses a condition for each of a batch.
+    """
+    params, body = call.params, call.params["body_jaxpr"]
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
-
-    def apply(closed: Any, constants: list[Value], carry: list[Any]) -> list[Any]:
-        return call.run_declared(closed, [*constants, *as_computed(carry)])
-
-    with context_of(call.equation):
-        carry = lax.while_loop(
-            lambda carry: apply(test, operands[:first], carry)[0],
-            lambda carry: apply(body, operands[first:last], carry),
-            as_declared(body.jaxpr.outvars, call.arrays[last:]),
-        )
-    return as_computed(carry)
+    carry = as_declared(body.jaxpr.outvars, call.arrays[last:])
+    constants, carried = call.operands[:last], as_computed(carry)
+    outputs = call.bind(
+        [*call.arrays[:last], *carry],
+        cond_jaxpr=call.trace_declared(
+            params["cond_jaxpr"], [*constants[:first], *carried]
+        ),
+        body_jaxpr=call.trace_declared(body, [*constants[first:], *carried]),
+    )
+    return as_computed(outputs)
 
 
 def cond(call: Call) -> list[Value]:
-    """A `lax.cond` or `lax.switch`."""
+    """A `lax.cond`, `lax.switch` or `lax.platform_dependent`.
 
-    def branch(closed: core.ClosedJaxpr) -> Callable[..., list[Any]]:
-        def apply(*arrays: Any) -> list[Any]:
-            return call.run_declared(closed, values_like(call.operands[1:], arrays))
-
-        return apply
-
-    index, *arrays = call.arrays
-    with context_of(call.equation):
-        branches = list(map(branch, call.params["branches"]))
-        return as_computed(lax.switch(index, branches, *arrays))
+    Not by `lax.switch`, which would forget the platforms of the branches.
+    """
+    operands = call.operands[1:]
+    branches = [call.trace_declared(x, operands) for x in call.params["branches"]]
+    return as_computed(call.bind(call.arrays, branches=tuple(branches)))
 
 
 def shard_map(call: Call) -> list[Value]:

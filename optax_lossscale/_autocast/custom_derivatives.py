@@ -10,28 +10,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from optax_lossscale._autocast.control_flow import Call, as_computed
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Value, as_declared, cast
+from optax_lossscale._autocast.values import Origin, Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 
 
 def custom_jvp(call: Call) -> list[Value]:
     """A call of a `jax.custom_jvp` function."""
-    closed, equation = call.params["call_jaxpr"], call.equation
-    call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed, closed)
-    run, policy, variables = call.run, call.policy, equation.invars
+    call, program, origins = _low_program(call)
+    run, policy, equation = call.run, call.policy, call.equation
+    variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
     is_low = [dtype == policy.dtype for dtype in dtypes]
     function = jax.custom_jvp(core.jaxpr_as_fun(program))
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         places = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        places = [i for i in places if is_floating(variables[i].aval)]
         arrays = [*primals, *(tangents[i] for i in places)]
 
         def pushforward(*arrays: Any) -> list[Any]:
@@ -39,15 +40,17 @@ def custom_jvp(call: Call) -> list[Value]:
             as_written = _function_of(equation, primals, places)
             primals = tuple(primals[i] for i in places)
             outputs, out_tangents = jax.jvp(as_written, primals, tangents)
-            return [*outputs, *out_tangents]
+            return [*outputs, *(out_tangents[i] for i in floats)]
 
         atoms = [*variables, *(variables[i] for i in places)]
         traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
-        rounded = [*is_low, *is_low]
+        rounded = [*is_low, *(is_low[i] for i in floats)]
         values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
-        outputs = [cast(x.array, d) for x, d in zip(values, dtypes * 2, strict=True)]
-        return outputs[: len(dtypes)], outputs[len(dtypes) :]
+        wanted = [*dtypes, *(dtypes[i] for i in floats)]
+        outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]
+        out_tangents = outputs[len(dtypes) :]
+        return outputs[: len(dtypes)], _with_float0(equation, floats, out_tangents)
 
     function.defjvp(rule, symbolic_zeros=True)
     with context_of(equation):
@@ -56,10 +59,9 @@ def custom_jvp(call: Call) -> list[Value]:
 
 def custom_vjp(call: Call) -> list[Value]:
     """A call of a `jax.custom_vjp` function."""
-    closed, equation = call.params["call_jaxpr"], call.equation
-    call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed, closed)
-    run, policy, variables = call.run, call.policy, equation.invars
+    call, program, origins = _low_program(call)
+    run, policy, equation = call.run, call.policy, call.equation
+    variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
     function = jax.custom_vjp(core.jaxpr_as_fun(program))
@@ -67,11 +69,7 @@ def custom_vjp(call: Call) -> list[Value]:
     def forward_rule(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
         arrays = [primal.value for primal in primals]
         # A rule with `symbolic_zeros` can see which operands are perturbed.
-        places = [
-            i
-            for i, primal in enumerate(primals)
-            if primal.perturbed and is_floating(variables[i].aval)
-        ]
+        places = [i for i in _places_of_floats(variables) if primals[i].perturbed]
 
         def with_pullback(*arrays: Any) -> Any:
             as_written = _function_of(equation, arrays, places)
@@ -85,11 +83,12 @@ def custom_vjp(call: Call) -> list[Value]:
 
         def pull_back(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
             def as_written(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
-                return jax.tree.unflatten(structure, residuals)(cotangents)
+                pullback = jax.tree.unflatten(structure, residuals)
+                return pullback(_with_float0(equation, floats, cotangents))
 
             traced = jax.make_jaxpr(as_written)(
                 as_declared(residual_vars, residuals),
-                as_declared(closed.jaxpr.outvars, cotangents),
+                as_declared([equation.outvars[i] for i in floats], cotangents),
             )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
@@ -111,13 +110,35 @@ def custom_vjp(call: Call) -> list[Value]:
     ) -> tuple[Any, ...]:
         cotangents = [
             jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
-            for ct in cotangents
+            for ct in (cotangents[i] for i in floats)
         ]
         return tuple(residuals.func(residuals.args, cotangents))
 
     function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     with context_of(equation):
         return list(map(Value, function(*call.arrays), origins))
+
+
+def _low_program(call: Call) -> tuple[Call, core.ClosedJaxpr, list[Origin]]:
+    """The call with the policy for the function's program, and that program, cast."""
+    closed = call.params["call_jaxpr"]
+    call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
+    return call, *call.trace(closed)
+
+
+def _places_of_floats(atoms: Sequence[Any]) -> list[int]:
+    """The places of those operands or results that have derivatives."""
+    return [i for i, atom in enumerate(atoms) if is_floating(atom.aval)]
+
+
+def _with_float0(
+    equation: Any, floats: Sequence[int], derivatives: Sequence[Any]
+) -> list[Any]:
+    """Derivatives of the floating results, and `float0` zeros of all others."""
+    zeros = [np.zeros(x.aval.shape, jax.dtypes.float0) for x in equation.outvars]
+    for i, derivative in zip(floats, derivatives, strict=True):
+        zeros[i] = derivative
+    return zeros
 
 
 def _function_of(

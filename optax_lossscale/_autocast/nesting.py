@@ -23,7 +23,6 @@ from optax_lossscale._autocast.control_flow import (
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.values import Value
 from optax_lossscale._jaxprs import scopes_of
-from optax_lossscale._tree import is_floating
 
 # The name scope of functions that are left alone, which no one else will use.
 FULL_PRECISION = "optax_lossscale.full_precision"
@@ -36,12 +35,10 @@ class Nesting(NamedTuple):
       rebuild: Evaluates its programs, and makes the operation anew around them.
       body: Name of the parameter that holds its program, if operands and results match
         that program's one to one. `rounding.py` then looks inside.
-      has_derivative_rule: Whether it has a derivative rule of its own.
     """
 
     rebuild: Callable[[Call], list[Value]]
     body: str | None = None
-    has_derivative_rule: bool = False
 
 
 # Keyed by the primitive where JAX exports it, else by the primitive's name.
@@ -54,10 +51,8 @@ _NESTINGS: dict[Primitive | str, Nesting] = {
     primitives.closed_call_p: Nesting(inline),
     "eval_jaxpr": Nesting(inline),
     "shard_map": Nesting(shard_map),
-    primitives.custom_jvp_call_p: Nesting(
-        custom_jvp, body="call_jaxpr", has_derivative_rule=True
-    ),
-    primitives.custom_vjp_call_p: Nesting(custom_vjp, has_derivative_rule=True),
+    primitives.custom_jvp_call_p: Nesting(custom_jvp, body="call_jaxpr"),
+    primitives.custom_vjp_call_p: Nesting(custom_vjp),
 }
 NESTED_NAMES = frozenset(
     key.name if isinstance(key, Primitive) else key for key in _NESTINGS
@@ -76,8 +71,4 @@ def reason_left_alone(equation: Any) -> str | None:
         return "full_precision"
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"
-    nesting = nesting_of(equation)
-    has_own_rule = nesting is not None and nesting.has_derivative_rule
-    if has_own_rule and not all(is_floating(x.aval) for x in equation.outvars):
-        return "a rule for results that are not floating"
     return None

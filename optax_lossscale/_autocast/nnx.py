@@ -22,33 +22,29 @@ def update_modules(tree: PyTree, states: Sequence[PyTree]) -> None:
         _nnx().update(module, state)
 
 
-def parts_of(tree: PyTree) -> list[Any]:
-    """The leaves of a tree, with modules as leaves and without states."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_module(x) or _is_state(x))
-    return [leaf for leaf in leaves if not _is_state(leaf)]
+def is_nnx(node: object) -> bool:
+    """Whether a node is a module or a state."""
+    return is_module(node) or is_state(node)
+
+
+def is_state(node: object) -> bool:
+    """Whether a node is a state, from which `nnx.merge` makes modules."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.State)
 
 
 def modules_of(tree: PyTree) -> list[Any]:
     """All modules in a tree."""
     if _nnx() is None:
         return []
-    return [part for part in parts_of(tree) if is_module(part)]
+    leaves = jax.tree.leaves(tree, is_leaf=is_nnx)
+    return [leaf for leaf in leaves if is_module(leaf)]
 
 
 def is_module(node: object) -> bool:
     """Whether a node is an object that a call may change in place."""
     nnx = _nnx()
     return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
-
-
-def _modules_of(tree: PyTree) -> list[Any]:
-    return [part for part in parts_of(tree) if is_module(part)]
-
-
-def _is_state(node: object) -> bool:
-    """Whether a node is a state, from which `nnx.merge` makes modules."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, nnx.State)
 
 
 def _nnx() -> Any:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.arguments import (
+    Rest,
+    are_same,
+    is_array,
+    partition,
+    parts_of,
+)
 from optax_lossscale._autocast.eager import compile_once, is_immutable
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
-from optax_lossscale._autocast.nnx import (
-    modules_of,
-    parts_of,
-    states_of,
-    update_modules,
-)
+from optax_lossscale._autocast.nnx import modules_of, states_of, update_modules
 from optax_lossscale._autocast.notes import (
     Caller,
     Note,
@@ -197,13 +198,13 @@ def _call(
         parts = parts_of((args, kwargs))
         states_before, _ = partition(states_of((args, kwargs)))
         results, other_results = partition(fun(*args, **kwargs))
-        if not _are_same(parts, parts_of((args, kwargs))):
+        if not are_same(parts, parts_of((args, kwargs))):
             raise ValueError(
                 "`fun` must not change its arguments in place: under `autocast` the "
                 "change would be lost. (Return the new value instead.)"
             )
         states, other_states = partition(states_of((args, kwargs)))
-        if _are_same(states, states_before):
+        if are_same(states, states_before):
             states = []
         # A `Partial` is a pytree of its arrays, with the function as static data.
         return Partial(other_results.merge, results), Partial(
@@ -226,7 +227,7 @@ def _call(
 def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     """The arrays of a call as values; at O2 normalization parameters stay float32."""
     in_layers = itertools.compress(
-        in_normalization(tree), map(_is_array, jax.tree.leaves(tree))
+        in_normalization(tree), map(is_array, jax.tree.leaves(tree))
     )
     return [
         Value(array, Origin.COMPUTED)
@@ -236,59 +237,8 @@ def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
     ]
 
 
-class Rest(NamedTuple):
-    """What remains of a tree without its arrays; equal for trees that differ in them.
-
-    Attributes:
-      structure: The structure of the tree.
-      others: Its leaves, with None in the places of arrays.
-      spelled: How the other leaves are written: 1, 1.0 and True are equal in Python.
-      flags: For each leaf, whether it is an array.
-    """
-
-    structure: Any
-    others: tuple[Any, ...]
-    spelled: str
-    flags: tuple[bool, ...]
-
-    def merge(self, arrays: Sequence[Any]) -> PyTree:
-        """The tree with these arrays in its places."""
-        given, pairs = iter(arrays), zip(self.others, self.flags, strict=True)
-        leaves = [next(given) if is_array else other for other, is_array in pairs]
-        return jax.tree.unflatten(self.structure, leaves)
-
-    def is_hashable(self) -> bool:
-        """Whether it can be a static argument of a jitted function."""
-        try:
-            hash(self)
-        except TypeError:
-            return False
-        return True
-
-
-def partition(tree: PyTree) -> tuple[list[Any], Rest]:
-    """The arrays of a tree, and the rest of it."""
-    leaves, structure = jax.tree.flatten(tree)
-    flags = tuple(map(_is_array, leaves))
-    pairs = zip(leaves, flags, strict=True)
-    others = tuple(None if flag else leaf for leaf, flag in pairs)
-    arrays = itertools.compress(leaves, flags)
-    rest = Rest(structure, others, repr(others), flags)
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], rest
-
-
 def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:
     """Whether all arrays have values, and no other argument can change."""
     kinds: Any = jax.core.Tracer | jax.ShapeDtypeStruct
     has_values = not any(isinstance(array, kinds) for array in arrays)
     return has_values and rest.is_hashable() and all(map(is_immutable, rest.others))
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects."""
-    pairs = zip(some, others, strict=False)
-    return len(some) == len(others) and all(one is other for one, other in pairs)

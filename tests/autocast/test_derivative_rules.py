@@ -1,5 +1,7 @@
 """Functions with custom derivatives, and derivatives that must stay stable."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -115,19 +117,124 @@ def test_no_tracer_is_leaked():
     assert_close(grads, jax.grad(fun)(W, X))
 
 
-def test_functions_with_derivative_rules_and_integer_results_run_as_written():
-    @jax.custom_vjp
-    def route(x):
-        return jax.lax.top_k(x, 1)
+def results_of_all_kinds(w, x):
+    """A product, and results that have no derivatives."""
+    y = x @ w
+    return y, jnp.argmax(y, -1), y > 0, jax.random.key(1), jnp.int8(2)
 
-    route.defvjp(lambda x: (route(x), x), lambda x, cotangents: (jnp.zeros_like(x),))
+
+def float0_of(leaf):
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+route_vjp = jax.custom_vjp(results_of_all_kinds)
+route_vjp.defvjp(
+    lambda w, x: (results_of_all_kinds(w, x), (w, x)),
+    lambda rest, cts: (3 * rest[1].T @ cts[0], 3 * cts[0] @ rest[0].T),
+)
+route_jvp = jax.custom_jvp(results_of_all_kinds)
+
+
+@route_jvp.defjvp
+def route_jvp_rule(primals, tangents):
+    (w, x), (w_dot, x_dot) = primals, tangents
+    y, *others = results_of_all_kinds(w, x)
+    dot = 3 * (x_dot @ w + x @ w_dot)
+    return (y, *others), (dot, *map(float0_of, others))
+
+
+@pytest.mark.parametrize("route", [route_vjp, route_jvp])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_functions_with_rules_and_results_without_derivatives_run_low(route, wrap):
+    def fun(w, x):
+        y, best, positive, key, two = route(w, x)
+        y = jnp.where(positive, y, y / two.astype(y.dtype))
+        y = y * jax.random.uniform(key, y.shape)
+        return jnp.mean(jnp.take_along_axis(y, best[:, None], -1) ** 2)
+
+    args = (W[None], X[None]) if wrap is jax.vmap else (W, X)
+    wrapped = wrap(fun)
+    assert_autocast(lambda *args: jnp.sum(wrapped(*args)), *args)
+
+
+@pytest.mark.parametrize("route", [route_vjp, route_jvp])
+def test_a_function_whose_results_have_no_derivatives_has_gradient_zero(route):
+    def fun(w, x):
+        return jnp.mean(route(w, x)[1] * jnp.sin(1.0))
+
+    with jax.numpy_dtype_promotion("standard"):
+        np.testing.assert_array_equal(jax.grad(ols.autocast(fun))(W, X), 0)
+
+
+def test_derivative_rules_can_take_integers_keys_and_static_arguments():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def layer(act, w, count, flag, nothing, key):
+        assert nothing is None
+        noise = jax.random.normal(key, w.shape)
+        return jnp.where(flag, act(w @ w), noise), count
+
+    def forward(act, w, count, flag, nothing, key):
+        return layer(act, w, count, flag, nothing, key), (w, count)
+
+    def backward(act, rest, cts):
+        w, count = rest
+        assert cts[1].dtype == jax.dtypes.float0
+        return cts[0] @ w.T * count.astype(w.dtype), float0_of(count), None, None, None
+
+    layer.defvjp(forward, backward)
+    others = jnp.int32(3), jnp.array(True), None, jax.random.key(0)
+
+    def fun(w):
+        y, count = layer(jnp.tanh, w, *others)
+        return jnp.mean(y**2) * count.astype(y.dtype)
+
+    assert_autocast(fun, W)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_rules_inside_rules_keep_each_rule(optimize):
+    @jax.custom_vjp
+    def outer(w, x):
+        return route_jvp(w, route_vjp(w, x)[0])[:2]
+
+    outer.defvjp(
+        lambda w, x: (outer(w, x), (w, x)),
+        lambda rest, cts: jax.vjp(
+            lambda w, x: route_vjp(w, route_jvp(w, x)[0])[0], *rest
+        )[1](2 * cts[0]),
+        optimize_remat=optimize,
+    )
 
     def fun(w, x):
-        values, places = route(x @ w)
-        return jnp.sum(values * places.astype(jnp.float32))
+        return jnp.mean(jax.checkpoint(outer)(w, x)[0] ** 2)
+
+    cast = ols.autocast(fun)
+    assert_close(cast(W, X), fun(W, X))
+    assert_close(jax.grad(cast)(W, X), jax.grad(fun)(W, X))
+
+
+def test_implicit_and_linear_rules_give_right_gradients():
+    def fun(w, x):
+        matrix = 3 * jnp.eye(4) + w / 4
+        root = jax.lax.custom_root(
+            lambda y: matrix @ y + jnp.tanh(y) - x[0],
+            jnp.zeros(4),
+            lambda f, y: jax.lax.fori_loop(0, 20, lambda _, y: y - f(y) / 4, y),
+            lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y),
+        )
+        solution = jax.lax.custom_linear_solve(
+            lambda y: matrix @ y,
+            x[1],
+            lambda _, b: jnp.linalg.solve(matrix, b),
+            lambda _, b: jnp.linalg.solve(matrix.T, b),
+        )
+        moved = jax.custom_derivatives.linear_call(
+            lambda w, y: y @ w, lambda w, ct: ct @ w.T, w, x
+        )
+        return jnp.sum(root**2) + jnp.sum(solution**2) + jnp.mean(moved**2)
 
     assert_close(ols.autocast(fun)(W, X), fun(W, X))
-    np.testing.assert_array_equal(jax.grad(ols.autocast(fun))(W, X), 0)
+    assert_close(jax.grad(ols.autocast(fun), 1)(W, X), jax.grad(fun, 1)(W, X))
 
 
 @pytest.mark.parametrize("size", [1e-4, 300.0])

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
@@ -167,3 +168,20 @@ def test_gradients_on_an_explicit_mesh_are_right():
         w = jax.device_put(W, P())
         grads = jax.jit(jax.grad(ols.autocast(dot_loss)))(w, x)
         assert_close(grads, jax.grad(dot_loss)(w, x))
+
+
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 does not export the primitive")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_taylor_series_are_right(wrap):
+    def fun(x):
+        return jax.nn.softmax(jnp.tanh(x @ W) @ W) * jnp.exp(x)
+
+    def series_of(fun):
+        return lambda x: jet(fun, (x,), ((jnp.ones(4), jnp.ones(4)),))
+
+    x, cast = X[0], wrap(ols.autocast(fun))
+    with jax.numpy_rank_promotion("allow"):
+        assert_close(series_of(cast)(x), series_of(fun)(x))
+        loss = lambda fun, x: jnp.sum(series_of(fun)(x)[1][1])  # noqa: E731
+        grads = jax.grad(functools.partial(loss, cast))(x)
+        assert_close(grads, jax.grad(functools.partial(loss, fun))(x))
