@@ -13,6 +13,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
+    OF_MASKS,
     Origin,
     Value,
     as_declared,
@@ -55,17 +56,17 @@ class Call(NamedTuple):
         """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
-    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """Traces the evaluation of a program; also returns its outputs' origins."""
-        origins: list[Origin] = []
+    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Value]]:
+        """Traces the evaluation of a program; also returns values like its results."""
+        results: list[Value] = []
 
         def body(*arrays: Any) -> list[Any]:
             inputs = values_like(self.operands, arrays)
             outputs = self.run(closed, inputs, self.policy, self.rounded)
-            origins.extend(output.origin for output in outputs)
+            results.extend(outputs)
             return [output.array for output in outputs]
 
-        return jax.make_jaxpr(body)(*self.arrays), origins
+        return jax.make_jaxpr(body)(*self.arrays), results
 
     def run_declared(
         self, closed: core.ClosedJaxpr, inputs: Sequence[Value]
@@ -86,20 +87,28 @@ def as_computed(arrays: Sequence[Any]) -> list[Value]:
     return [Value(array, Origin.COMPUTED) for array in arrays]
 
 
+def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """The results of a loop or of devices; a mask in them is still one."""
+    return [
+        Value(array, result.origin if result.origin in OF_MASKS else Origin.COMPUTED)
+        for result, array in zip(results, arrays, strict=True)
+    ]
+
+
 def jit(call: Call) -> list[Value]:
     """A jitted function inside the program."""
-    program, origins = call.trace(call.params["jaxpr"])
+    program, results = call.trace(call.params["jaxpr"])
     params = {**call.params, "jaxpr": program}
-    return list(map(Value, evaluate(call.equation, call.arrays, params), origins))
+    return values_like(results, evaluate(call.equation, call.arrays, params))
 
 
 def remat(call: Call) -> list[Value]:
     """A function under `jax.checkpoint`."""
-    program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
+    program, results = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
     arrays, params = [*program.consts, *call.arrays], {**call.params, "jaxpr": body}
-    return list(map(Value, evaluate(call.equation, arrays, params), origins))
+    return values_like(results, evaluate(call.equation, arrays, params))
 
 
 def inline(call: Call) -> list[Value]:
@@ -128,10 +137,13 @@ def scan(call: Call) -> list[Value]:
         )
     ]
 
+    results: list[Value] = []
+
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
         inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
-        outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
+        results[:] = call.run(closed, inputs, call.policy, rounded)
+        outputs = [result.array for result in results]
         return as_declared(carry_variables, outputs[:size]), outputs[size:]
 
     with context_of(call.equation):
@@ -143,7 +155,7 @@ def scan(call: Call) -> list[Value]:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-    return as_computed([*carry, *ys])
+    return [*as_computed(carry), *as_results(results[size:], ys)]
 
 
 def _loop_constant(value: Value) -> Value:
@@ -206,9 +218,12 @@ def shard_map(call: Call) -> list[Value]:
     # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
 
+    results: list[Value] = []
+
     def body(*arrays: Any) -> list[Any]:
         inputs = values_like(call.operands, arrays)
-        return [x.array for x in call.run(closed, inputs, call.policy)]
+        results[:] = call.run(closed, inputs, call.policy)
+        return [result.array for result in results]
 
     with context_of(call.equation):
         mapped = jax.shard_map(
@@ -219,4 +234,5 @@ def shard_map(call: Call) -> list[Value]:
             axis_names=set(manual),
             check_vma=params["check_vma"],
         )
-        return as_computed(mapped(*call.arrays))
+        arrays = mapped(*call.arrays)
+        return as_results(results, arrays)

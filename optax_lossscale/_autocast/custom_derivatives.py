@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from optax_lossscale._autocast.control_flow import Call, as_computed
+from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
@@ -24,7 +24,7 @@ def custom_jvp(call: Call) -> list[Value]:
     """A call of a `jax.custom_jvp` function."""
     closed, equation = call.params["call_jaxpr"], call.equation
     call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed)
+    program, results = call.trace(closed)
     run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
     is_low = [dtype == policy.dtype for dtype in dtypes]
@@ -50,14 +50,14 @@ def custom_jvp(call: Call) -> list[Value]:
 
     function.defjvp(rule, symbolic_zeros=True)
     with context_of(equation):
-        return list(map(Value, function(*call.arrays), origins))
+        return values_like(results, function(*call.arrays))
 
 
 def custom_vjp(call: Call) -> list[Value]:
     """A call of a `jax.custom_vjp` function."""
     closed, equation = call.params["call_jaxpr"], call.equation
     call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))
-    program, origins = call.trace(closed)
+    program, results = call.trace(closed)
     run, policy, variables = call.run, call.policy, equation.invars
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
@@ -114,7 +114,7 @@ def custom_vjp(call: Call) -> list[Value]:
 
     function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     with context_of(equation):
-        return list(map(Value, function(*call.arrays), origins))
+        return values_like(results, function(*call.arrays))
 
 
 def _function_of(

@@ -8,19 +8,20 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from optax_lossscale._autocast.policy import words
 from optax_lossscale._tree import is_floating
 
-# Operations whose result holds the numbers of their first operand, perhaps elsewhere,
-# more coarsely or with another sign.
-_SAME_NUMBERS = frozenset(
+# Operations whose result holds the numbers of their operand, perhaps elsewhere, more
+# coarsely or with another sign.
+_SAME_NUMBERS = words(
     "abs broadcast_in_dim copy copy_p mesh_cast name neg optimization_barrier pcast "
     "pvary reduce_precision reshape reshard sharding_constraint squeeze stop_gradient "
-    "transpose".split()
+    "transpose"
 )
 # Operations that choose, entry by entry, among the entries of their operands.
-_CHOICES = frozenset("max min select_n".split())
+_CHOICES = words("max min select_n")
 # Operations whose result is a part of their first operand, or its parts in a new order.
-_PARTS = frozenset("dynamic_slice gather rev slice split".split())
+_PARTS = words("dynamic_slice gather rev slice split")
 
 
 class Number:
@@ -75,9 +76,9 @@ def identities_of(equation: Any, operands: Sequence[Identity]) -> list[Identity]
 def is_square(equation: Any, operands: Sequence[Identity]) -> bool:
     """Whether an equation multiplies a value by itself, entry by entry."""
     name = equation.primitive.name
-    is_sum = name == "dot_general" and free_sizes(equation) == (1, 1)
-    shared = operands[0].factors & operands[-1].factors
-    return (name == "mul" or is_sum) and bool(shared)
+    if name == "mul" or (name == "dot_general" and free_sizes(equation) == (1, 1)):
+        return bool(operands[0].factors & operands[1].factors)
+    return False
 
 
 def free_sizes(equation: Any) -> tuple[int, int]:

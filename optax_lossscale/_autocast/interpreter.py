@@ -17,6 +17,7 @@ from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     OF_PRODUCTS,
+    SUMS_OF_TWO,
     Origin,
     Value,
     as_argument,
@@ -24,6 +25,7 @@ from optax_lossscale._autocast.values import (
     as_literal,
     as_operand,
     cast,
+    identities,
     is_float32,
     narrow,
     origin_of,
@@ -112,15 +114,17 @@ class _Frame:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
+            if choice.is_rounded and equation.primitive.name in SUMS_OF_TWO:
+                origin = Origin.SATURATED
             flags = [flag or choice.is_rounded for flag in flags]
             values = [Value(array, origin) for array in results]
             outputs = self._round(equation, values, flags)
             if is_collecting():
                 add_note(equation, _note(equation, choice, outputs))
-        identities = identities_of(equation, [x.identity for x in operands])
+        known = identities_of(equation, identities(operands))
         outputs = [
             value._replace(identity=value.identity or identity)
-            for value, identity in zip(outputs, identities, strict=True)
+            for value, identity in zip(outputs, known, strict=True)
         ]
         is_normalization = policy is not self.policy
         return list(map(_as_normalized, outputs)) if is_normalization else outputs
@@ -160,9 +164,7 @@ class _Frame:
     ) -> list[Value]:
         """Rounds the flagged results; arguments are cast only where they are read."""
         results = []
-        for variable, value, flag in zip(
-            equation.outvars, values, flags, strict=True
-        ):
+        for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
             if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype

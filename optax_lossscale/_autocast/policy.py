@@ -21,23 +21,24 @@ import jax.numpy as jnp
 from jax.extend import core
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
-LOW = _words("conv_general_dilated dot_general ragged_dot_general")
-SENSITIVE = _words(
+LOW = words("conv_general_dilated dot_general ragged_dot_general")
+SENSITIVE = words(
     "acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cosh digamma erf_inv "
     "exp exp2 expm1 igamma igammac integer_pow lgamma log log1p polygamma pow "
     "regularized_incomplete_beta rsqrt sinh square tan zeta"
 )
-SUMS = _words(
+SUMS = words(
     "cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum scatter-add "
     "scatter-mul select_and_scatter_add"
 )
-POWERS = _words("integer_pow pow square")
+POWERS = words("integer_pow pow square")
 # Operations that move values without changing them.
-MOVES = _words(
+MOVES = words(
     "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "
     "dynamic_update_slice gather name optimization_barrier pad "
     "ppermute pvary reshape rev select_n sharding_constraint slice split squeeze "
@@ -45,11 +46,11 @@ MOVES = _words(
 )
 # Operations that commute with rounding: rounding their operands or their results gives
 # the same.
-COMMUTES = MOVES | _words(
+COMMUTES = MOVES | words(
     "abs clamp cummax cummin max min neg reduce_max reduce_min reduce_window_max "
     "reduce_window_min"
 )
-WIDEST = COMMUTES | _words(
+WIDEST = COMMUTES | words(
     "add add_any argmax argmin atan2 ceil cos div eq erf erfc floor ge gt is_finite le "
     "logistic lt mul ne rem round scatter scatter-max scatter-min "
     "select_and_gather_add sign sin sort sqrt sub tanh top_k"

@@ -47,8 +47,13 @@ def autocast(
     | `"O2"` | almost all in `dtype`, arguments too; normalization layers in float32 |
     | `"O3"` | almost all in `dtype` |
 
-    **Details of O1.** An argument of one axis that is added to a product is its bias,
-    and the sum has the dtype of the product. A Python number widens nothing unless it
+    **Details of O1.** A product of a value with itself, such as `y * y` or `y @ y` of
+    one axis, is a square, and computed in float32; `y @ y.T` is a matrix product. A
+    product with an array of equal numbers is a sum, and a contraction of size 1 is
+    elementwise. An argument of one axis that is added to a product is its bias, and
+    the sum has the dtype of the product. It may also be a mask: a sum beyond the range
+    becomes the largest number of its sign, not infinite, and so it does if it is
+    scaled, shifted or moved. A Python number widens nothing unless it
     lies outside the range of the dtype: `x + 1e-9` is computed in float32. Quotients
     and gathers are computed in float32 and then rounded, because their derivatives
     overflow or lose terms in float16; only a constant divided by a value stays in
@@ -59,8 +64,11 @@ def autocast(
     is scaled here: in float16, `loss_scaled` does that.
 
     **Details of O2 and O3.** Sums and powers are still computed in float32, and
-    scalars, such as losses, stay in float32. Data are rounded too: targets beyond 65504
-    become infinite. To compute the whole loss function in float32, as MindSpore and
+    scalars, such as losses, stay in float32, and so does `x + 1e-8`, or any other result
+    of a number that lies outside the range of the dtype. Data are rounded too: beyond
+    65504 they become infinite in products and end at 65504 in sums; only differences
+    from an argument, such as a target, stay in float32. A gradient is rounded where
+    its value is, so that of `log(p + 1e-8)` may overflow at 0. To compute the whole loss function in float32, as MindSpore and
     apex do, wrap only the model in `autocast`. Normalization layers are recognized by
     the name of their class, their function or a `jax.named_scope`. Mark any other part
     that should stay in float32 with `full_precision`.
