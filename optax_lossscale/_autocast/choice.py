@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._autocast.identity import free_sizes, is_square
-from optax_lossscale._autocast.policy import LOW, MOVES, Policy
+from optax_lossscale._autocast.policy import LOW, MOVES, SENSITIVE, Policy
 from optax_lossscale._autocast.values import (
     ADDS,
     MAY_MASK,
@@ -18,6 +18,7 @@ from optax_lossscale._autocast.values import (
     SUMS_OF_TWO,
     Origin,
     Value,
+    identities,
     is_float32,
     is_move,
     keeps_masks,
@@ -58,7 +59,7 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
     if name == "convert_element_type":
         return Choice(jnp.result_type(floats[0].array), "a cast")
     if name not in policy.low - LOW:
-        if is_square(equation, [x.identity for x in operands]):
+        if is_square(equation, identities(operands)):
             return Choice(None, "a square", is_recomputed=True)
         if _is_sum(equation, operands):
             return Choice(None, "a sum", is_recomputed=True)
@@ -100,18 +101,17 @@ def _choose_widest(
 ) -> Choice:
     """Chooses the dtype of the widest operand that is not a mere constant."""
     name, origins = equation.primitive.name, {x.origin for x in operands}
-    dtypes = [
-        _operand_dtype(x, policy) for x in floats if x.origin is not Origin.CONSTANT
-    ]
+    values = [x for x in floats if x.origin is not Origin.CONSTANT]
+    dtypes = [_operand_dtype(x, policy) for x in values]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    reads_low = policy.dtype in dtypes
     # At O2 and O3 one low operand makes the result low. Two kinds of results stay
     # float32: scalars, which may be losses, and those of numbers that the low dtype
     # cannot hold: a row of infinities would become NaN, and `x + 1e-8` zero. The cube
     # in gelu overflows from 41 on, and only its tanh is low again.
     is_scalar = equation.outvars[0].aval.size <= 1
-    is_lowered = policy.lowers_everything and reads_low
-    is_lowered &= not is_scalar and not origins & {Origin.WIDE, Origin.CUBE}
+    is_lowered = policy.lowers_everything and _reads_low(values, policy)
+    is_lowered &= not is_scalar and Origin.WIDE not in origins
+    is_lowered &= not (name in SUMS_OF_TWO and Origin.POWER in origins)
     becomes_low = is_lowered or widest == policy.dtype
     if _needs_float32(equation, operands):
         return Choice(
@@ -119,11 +119,14 @@ def _choose_widest(
         )
     if name in ADDS and Origin.BIAS in origins and origins & {*OF_PRODUCTS}:
         return Choice(None, "a bias, summed in float32", is_rounded=True)
-    if Origin.CUBE in origins and name in _BOUNDED:
+    if Origin.POWER in origins and name in _BOUNDED:
         return Choice(policy.dtype, "bounded, so its operand may overflow")
     if name == "sub" and policy.lowers_everything and origins & {*OF_ARGUMENTS}:
         # The other operand may be a prediction, and the argument its target.
         return Choice(None, "a difference from an argument")
+    if name in SENSITIVE and Origin.SATURATED in origins:
+        # The derivative of `exp(x) * x` at a mask is 0 times the mask times the scale.
+        return Choice(None, "may hold a mask, so in float32")
     is_arithmetic = name in (*SUMS_OF_TWO, "mul", "div")
     may_mask = bool(origins & MAY_MASK) and keeps_masks(equation, operands)
     if becomes_low and is_arithmetic and may_mask:
@@ -131,6 +134,14 @@ def _choose_widest(
         # overflow here.
         return Choice(None, "may hold a mask, so in float32", is_rounded=True)
     return Choice(widest, "widest of its operands", is_rounded=is_lowered)
+
+
+def _reads_low(values: Sequence[Value], policy: Policy) -> bool:
+    """Whether an operand counts as low; arguments do if no other array is wide."""
+    arrays = [
+        x for x in values if x.origin not in OF_ARGUMENTS and jnp.size(x.array) > 1
+    ]
+    return any(_operand_dtype(x, policy) == policy.dtype for x in arrays or values)
 
 
 def _operand_dtype(value: Value, policy: Policy) -> Any:

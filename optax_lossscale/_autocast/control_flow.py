@@ -3,7 +3,8 @@
 Loop carries and branch results keep their declared dtypes.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +13,34 @@ from jax import lax
 from jax.experimental import jet
 from jax.extend import core
 
+from optax_lossscale._autocast.identity import Number, renumber, restore
+from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
+    OF_MASKS,
     Origin,
     Value,
     as_declared,
     cast,
+    identities,
     is_float32,
 )
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
+_Traced = tuple[core.ClosedJaxpr, list[Value]]
+
+
+class _Kept(NamedTuple):
+    """A program with casts, values like its results, and the numbers of its inputs."""
+
+    program: core.ClosedJaxpr
+    results: list[Value]
+    numbers: tuple[Number, ...]
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, dict[Hashable, _Kept]] = (
+    weakref.WeakKeyDictionary()
+)
 HALVES = (jnp.float16, jnp.bfloat16)
 
 
@@ -56,16 +75,39 @@ class Call(NamedTuple):
         """The operands' arrays."""
         return [operand.array for operand in self.operands]
 
-    def trace(self, closed: core.ClosedJaxpr) -> tuple[core.ClosedJaxpr, list[Origin]]:
-        """Traces the evaluation of a program; also returns its outputs' origins."""
-        origins: list[Origin] = []
+    def trace(self, closed: core.ClosedJaxpr) -> _Traced:
+        """Traces the evaluation of a program; also returns values like its results."""
+        results: list[Value] = []
 
         def apply(inputs: list[Value]) -> list[Any]:
             outputs = self.run(closed, inputs, self.policy, self.rounded)
-            origins.extend(output.origin for output in outputs)
+            results.extend(output._replace(array=None) for output in outputs)
             return [output.array for output in outputs]
 
-        return _traced(apply, self.operands), origins
+        return _traced(apply, self.operands), results
+
+    def trace_once(self, closed: core.ClosedJaxpr, owner: Any) -> _Traced:
+        """The same, kept as long as `owner`, the object that JAX itself keeps.
+
+        JAX gives the same program again when a jitted function is called again, or in
+        every layer of a model.
+        """
+        if is_collecting() or closed.consts:
+            return self.trace(closed)
+        numbers = renumber(identities(self.operands))
+        kinds = tuple((jax.typeof(x.array), x.origin) for x in self.operands)
+        key = (self.policy, tuple(self.rounded), kinds, numbers.pattern)
+        kept = _KEPT.setdefault(owner, {})
+        if key not in kept:
+            pairs = zip(self.operands, numbers.identities, strict=True)
+            operands = [x._replace(identity=identity) for x, identity in pairs]
+            program, results = self._replace(operands=operands).trace(closed)
+            kept[key] = _Kept(program, results, numbers.new)
+        program, results, new = kept[key]
+        return program, [
+            x._replace(identity=restore(identity, new, numbers.old))
+            for x, identity in zip(results, identities(results), strict=True)
+        ]
 
     def trace_declared(
         self, closed: core.ClosedJaxpr, operands: Sequence[Value]
@@ -102,19 +144,29 @@ def as_computed(arrays: Sequence[Any]) -> list[Value]:
     return [Value(array, Origin.COMPUTED) for array in arrays]
 
 
+def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """The results of a loop or of devices; a mask in them is still one."""
+    return [
+        Value(array, result.origin if result.origin in OF_MASKS else Origin.COMPUTED)
+        for result, array in zip(results, arrays, strict=True)
+    ]
+
+
 def jit(call: Call) -> list[Value]:
     """A jitted function inside the program."""
-    program, origins = call.trace(call.params["jaxpr"])
-    return list(map(Value, call.bind(call.arrays, jaxpr=program), origins))
+    closed = call.params["jaxpr"]
+    program, results = call.trace_once(closed, owner=closed)
+    return values_like(results, call.bind(call.arrays, jaxpr=program))
 
 
 def remat(call: Call) -> list[Value]:
     """A function under `jax.checkpoint`."""
-    program, origins = call.trace(core.ClosedJaxpr(call.params["jaxpr"], ()))
+    body = call.params["jaxpr"]
+    program, results = call.trace_once(core.ClosedJaxpr(body, ()), owner=body)
     body = program.jaxpr
     body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
     outputs = call.bind([*program.consts, *call.arrays], jaxpr=body)
-    return list(map(Value, outputs, origins))
+    return values_like(results, outputs)
 
 
 def _jet_of_remat(
@@ -164,10 +216,13 @@ def scan(call: Call) -> list[Value]:
         )
     ]
 
+    results: list[Value] = []
+
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
         inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
-        outputs = [x.array for x in call.run(closed, inputs, call.policy, rounded)]
+        results[:] = call.run(closed, inputs, call.policy, rounded)
+        outputs = [result.array for result in results]
         return as_declared(carry_variables, outputs[:size]), outputs[size:]
 
     with context_of(call.equation):
@@ -179,7 +234,7 @@ def scan(call: Call) -> list[Value]:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-    return as_computed([*carry, *ys])
+    return [*as_computed(carry), *as_results(results[size:], ys)]
 
 
 def _loop_constant(value: Value) -> Value:
@@ -238,9 +293,12 @@ def shard_map(call: Call) -> list[Value]:
     # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
 
+    results: list[Value] = []
+
     def body(*arrays: Any) -> list[Any]:
         inputs = values_like(call.operands, arrays)
-        return [x.array for x in call.run(closed, inputs, call.policy)]
+        results[:] = call.run(closed, inputs, call.policy)
+        return [result.array for result in results]
 
     with context_of(call.equation):
         mapped = jax.shard_map(
@@ -251,4 +309,5 @@ def shard_map(call: Call) -> list[Value]:
             axis_names=set(manual),
             check_vma=params["check_vma"],
         )
-        return as_computed(mapped(*call.arrays))
+        arrays = mapped(*call.arrays)
+        return as_results(results, arrays)

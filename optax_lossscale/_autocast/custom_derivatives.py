@@ -14,16 +14,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from optax_lossscale._autocast.control_flow import Call, as_computed
+from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Origin, Value, as_declared, cast
+from optax_lossscale._autocast.values import Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 
 
 def custom_jvp(call: Call) -> list[Value]:
     """A call of a `jax.custom_jvp` function."""
-    call, program, origins = _low_program(call)
+    call, program, results = _low_program(call)
     run, policy, equation = call.run, call.policy, call.equation
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
@@ -54,12 +54,12 @@ def custom_jvp(call: Call) -> list[Value]:
 
     function.defjvp(rule, symbolic_zeros=True)
     with context_of(equation):
-        return list(map(Value, function(*call.arrays), origins))
+        return values_like(results, function(*call.arrays))
 
 
 def custom_vjp(call: Call) -> list[Value]:
     """A call of a `jax.custom_vjp` function."""
-    call, program, origins = _low_program(call)
+    call, program, results = _low_program(call)
     run, policy, equation = call.run, call.policy, call.equation
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
@@ -116,10 +116,10 @@ def custom_vjp(call: Call) -> list[Value]:
 
     function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     with context_of(equation):
-        return list(map(Value, function(*call.arrays), origins))
+        return values_like(results, function(*call.arrays))
 
 
-def _low_program(call: Call) -> tuple[Call, core.ClosedJaxpr, list[Origin]]:
+def _low_program(call: Call) -> tuple[Call, core.ClosedJaxpr, list[Value]]:
     """The call with the policy for the function's program, and that program, cast."""
     closed = call.params["call_jaxpr"]
     call = call._replace(policy=_policy_inside(closed.jaxpr, call.policy))

@@ -98,12 +98,12 @@ class _Compiled:
 
     def __init__(self, reads: _Reads, name: str, call: Callable[..., Any]) -> None:
         def compiled(
-            caller: _Caller, rest: Hashable, captured: list[Any], *arrays: Any
+            caller: _Caller, static: Hashable, captured: list[Any], *arrays: Any
         ) -> Any:
             fun = caller.fun()
             return call(
                 fun,
-                rest,
+                static,
                 list(zip(_Reads(fun).arrays(), captured, strict=True)),
                 *arrays,
             )
@@ -131,14 +131,14 @@ _COMPILED: weakref.WeakKeyDictionary[Any, dict[Hashable, _Compiled]] = (
 def compile_once(
     fun: Callable[..., Any], settings: Hashable, call: Callable[..., Any]
 ) -> Callable[..., Any] | None:
-    """Compiles `call(fun, rest, captured, *arrays)`, in which `rest` is static.
+    """Compiles `call(fun, static, captured, *arrays)`, in which `static` is static.
 
     `captured` are pairs of an array that `fun` reads and the argument that stands for
     it. A compiled program that held the arrays itself would keep them alive.
 
     Returns:
-      The compiled function of `rest` and the arrays, the same one while `fun` reads the
-      same objects. None if a compiled program might differ from a new trace.
+      The compiled function of `static` and the arrays, the same one while `fun` reads
+      the same objects. None if a compiled program might differ from a new trace.
     """
     try:
         reads = _Reads(fun)
@@ -152,7 +152,7 @@ def compile_once(
     if not compiled.is_valid(reads):
         return None
     caller, captured = _Caller(fun), reads.arrays()
-    return lambda rest, *arrays: compiled.call(caller, rest, captured, *arrays)
+    return lambda static, *arrays: compiled.call(caller, static, captured, *arrays)
 
 
 def is_immutable(value: object) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from optax_lossscale._autocast.policy import words
 from optax_lossscale._tree import is_floating
 
-# Operations whose result holds the numbers of their first operand, perhaps elsewhere,
-# more coarsely or with another sign.
+# Operations whose result holds the numbers of their operand, perhaps elsewhere, more
+# coarsely or with another sign.
 _SAME_NUMBERS = words(
     "abs broadcast_in_dim copy copy_p mesh_cast name neg optimization_barrier pcast "
     "pvary reduce_precision reshape reshard sharding_constraint squeeze stop_gradient "
@@ -78,6 +78,55 @@ def renumbered(identities: Sequence[Identity]) -> tuple[Hashable, list[Identity]
     ]
 
 
+class Renumbering(NamedTuple):
+    """New numbers for some identities, for a program that is kept for other calls.
+
+    Attributes:
+      pattern: Which numbers are equal; the same for identities that differ only in
+        their numbers.
+      old: The numbers, in the order in which they are found.
+      new: The new numbers, in the same order.
+      identities: The identities with new numbers.
+    """
+
+    pattern: Hashable
+    old: tuple[Any, ...]
+    new: tuple[Number, ...]
+    identities: list[Identity]
+
+
+def renumber(identities: Sequence[Identity]) -> Renumbering:
+    """Gives identities new numbers, which are equal where the old ones are."""
+    found: dict[Any, tuple[int, Number]] = {}
+
+    def of(number: Any) -> tuple[int, Number]:
+        return found.setdefault(number, (len(found), Number()))
+
+    pairs = [(of(number), list(map(of, factors))) for number, factors in identities]
+    return Renumbering(
+        tuple((place, tuple(sorted(x for x, _ in more))) for (place, _), more in pairs),
+        tuple(found),
+        tuple(number for _, number in found.values()),
+        [Identity(new, frozenset(x for _, x in more)) for (_, new), more in pairs],
+    )
+
+
+def restore(identity: Identity, new: Sequence[Number], old: Sequence[Any]) -> Identity:
+    """The identity of a result, with the old numbers in place of the new ones.
+
+    A number that the program made itself becomes one for this call of it.
+    """
+    table = dict(zip(new, old, strict=True))
+    base = next((x for x in old if isinstance(x, Number)), Number())
+
+    def of(number: Any) -> Any:
+        if number in table or not isinstance(number, Number):
+            return table.get(number, number)
+        return base.results.setdefault((number, tuple(old)), Number())
+
+    return Identity(of(identity.number), frozenset(map(of, identity.factors)))
+
+
 def identities_of(equation: Any, operands: Sequence[Identity]) -> list[Identity]:
     """The identities of an equation's results."""
     count = len(equation.outvars)
@@ -94,9 +143,9 @@ def identities_of(equation: Any, operands: Sequence[Identity]) -> list[Identity]
 def is_square(equation: Any, operands: Sequence[Identity]) -> bool:
     """Whether an equation multiplies a value by itself, entry by entry."""
     name = equation.primitive.name
-    is_sum = name == "dot_general" and free_sizes(equation) == (1, 1)
-    shared = operands[0].factors & operands[-1].factors
-    return (name == "mul" or is_sum) and bool(shared)
+    if name == "mul" or (name == "dot_general" and free_sizes(equation) == (1, 1)):
+        return bool(operands[0].factors & operands[1].factors)
+    return False
 
 
 def free_sizes(equation: Any) -> tuple[int, int]:

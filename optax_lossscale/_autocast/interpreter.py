@@ -25,12 +25,14 @@ from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     OF_PRODUCTS,
+    SUMS_OF_TWO,
     Origin,
     Value,
     as_argument,
     as_literal,
     as_operand,
     cast,
+    identities,
     is_float32,
     narrow,
     origin_of,
@@ -137,15 +139,17 @@ class _Frame:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
+            if choice.is_rounded and equation.primitive.name in SUMS_OF_TWO:
+                origin = Origin.SATURATED
             flags = [flag or choice.is_rounded for flag in flags]
             values = [Value(array, origin) for array in results]
             outputs = self._round(equation, values, flags)
             arrays = [output.array for output in outputs]
             note_operation(self.caller, equation, choice, arrays)
-        identities = identities_of(equation, [x.identity for x in operands])
+        known = identities_of(equation, identities(operands))
         outputs = [
             value._replace(identity=value.identity or identity)
-            for value, identity in zip(outputs, identities, strict=True)
+            for value, identity in zip(outputs, known, strict=True)
         ]
         return list(map(_as_normalized, outputs)) if is_layer else outputs
 

@@ -22,7 +22,7 @@ from jax.extend import core
 
 
 def words(text: str) -> frozenset[str]:
-    """A set of names."""
+    """The words of a text."""
     return frozenset(text.split())
 
 

@@ -61,23 +61,42 @@ def autocast(
     | `"O2"` | almost all in `dtype`, arguments too; normalization layers in float32 |
     | `"O3"` | almost all in `dtype` |
 
-    **Details of O1.** An argument of one axis that is added to a product is its bias,
-    and the sum has the dtype of the product. A Python number widens nothing unless it
-    lies outside the range of the dtype: `x + 1e-9` is computed in float32. Quotients
-    and gathers are computed in float32 and then rounded, because their derivatives
-    overflow or lose terms in float16; only a constant divided by a value stays in
-    float32. If a float32 parameter is used several times, or read at each step of a
-    loop, its gradient is summed in float32. Functions with their own derivative rules
-    keep them. float64, complex, integer, bool and key arrays pass through. Loop carries
-    and branch results keep their dtypes, and so do the results of the function. Nothing
-    is scaled here: in float16, `loss_scaled` does that.
+    **Details of O1.**
 
-    **Details of O2 and O3.** Sums and powers are still computed in float32, and
-    scalars, such as losses, stay in float32. Data are rounded too: targets beyond 65504
-    become infinite. To compute the whole loss function in float32, as MindSpore and
-    apex do, wrap only the model in `autocast`. Normalization layers are recognized by
-    the name of their class, their function or a `jax.named_scope`. Mark any other part
-    that should stay in float32 with `full_precision`.
+    * *Squares.* A product of a value with itself, such as `y * y`, or `y @ y` of one
+      axis, is computed in float32. `y @ y.T` is a matrix product.
+    * *Sums.* A matrix product with an array of equal numbers is a sum, and a
+      contraction of size 1 is elementwise; both are computed in float32.
+    * *Biases and masks.* An argument of one axis that is added to a product is its
+      bias. The sum is computed in float32 and rounded. The argument may also be a mask:
+      a sum beyond the range, and what is scaled, shifted or moved after it, becomes the
+      largest number of its sign instead of infinite.
+    * *Python numbers* widen nothing unless they lie outside the range of the dtype:
+      `x + 1e-9` is computed in float32.
+    * *Quotients and gathers* are computed in float32 and then rounded, because their
+      derivatives overflow or lose terms in float16. A constant divided by a value stays
+      in float32.
+    * *Gradients.* If a float32 parameter is used several times, or read at each step of
+      a loop, its gradient is summed in float32.
+    * *Dtypes.* float64, complex, integer, bool and key arrays pass through. Loop
+      carries and branch results keep their dtypes, and so do the results of the
+      function.
+    * *Functions with their own derivative rules* keep these rules.
+    * *Scaling.* Nothing is scaled here: in float16, `loss_scaled` does that.
+
+    **Details of O2 and O3.** These stay in float32: sums, powers, scalars such as
+    losses, differences from an argument such as a target, and results of a number
+    outside the range of the dtype, such as `x + 1e-8`. Data are rounded too: beyond
+    65504 they become infinite in products, and end at 65504 in sums. A gradient is
+    rounded where its value is, so that of `log(p + 1e-8)` may overflow at 0. To compute
+    the whole loss function in float32, as MindSpore and apex do, wrap only the model in
+    `autocast`. Normalization layers are recognized by the name of their class, their
+    function or a `jax.named_scope`. Mark any other part that should stay in float32
+    with `full_precision`.
+
+    **Outside `jit`** the function is traced at each call, because what it reads may
+    have changed. If it reads only its arguments, numbers, arrays and functions of JAX,
+    or of your own that do the same, then it is compiled once instead.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
@@ -127,7 +146,8 @@ def autocast(
             call = functools.partial(_call_for_arrays, policy)
             compiled = compile_once(fun, policy, call)
             if compiled is not None:
-                results = compiled(rest, *arrays)
+                # 1, 1.0 and True are equal, but may give other results.
+                results = compiled((rest, repr(rest.others)), *arrays)
                 return results.func(*results.args)
         return _call(fun, policy, args, kwargs)
 
@@ -169,12 +189,12 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _call_for_arrays(
     policy: Policy,
     fun: Callable[..., PyTree],
-    rest: Rest,
+    static: tuple[Rest, str],
     captured: Sequence[tuple[Any, Any]],
     *arrays: Any,
 ) -> Partial:
     """The same as `_call`, with the arrays of its arguments and results apart."""
-    args, kwargs = rest.merge(arrays)
+    args, kwargs = static[0].merge(arrays)
     results, rest = partition(_call(fun, policy, args, kwargs, captured))
     return Partial(rest.merge, results)
 

@@ -14,8 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._autocast.identity import identity_of_literal
-from optax_lossscale._autocast.policy import COMMUTES, LOW, MOVES
+from optax_lossscale._autocast.identity import (
+    Identity,
+    identity_of_literal,
+    is_square,
+    new_identity,
+)
+from optax_lossscale._autocast.policy import COMMUTES, LOW, MOVES, POWERS
 from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
@@ -27,11 +32,11 @@ class Origin(enum.Enum):
 
     COMPUTED = enum.auto()  # Any value not named below; it counts as its own dtype.
     PRODUCT = enum.auto()  # A low result of an operation in `LOW`, perhaps moved.
-    SATURATED = enum.auto()  # A low sum, such as product + bias, or a mask.
+    SATURATED = enum.auto()  # A low sum with a bias, which may be a mask.
     ARGUMENT = enum.auto()  # An argument or a constant array, perhaps moved.
     BIAS = enum.auto()  # An ARGUMENT of one axis: if added to a product, its bias.
     LOOP_CONSTANT = enum.auto()  # A low value that a loop reads at each step.
-    CUBE = enum.auto()  # A third power of a low value, or a polynomial, as in gelu.
+    POWER = enum.auto()  # A power of a low value, or a polynomial with one.
     WIDE = enum.auto()  # A number that the low dtype cannot hold, or a sum with one.
     NORMALIZED = enum.auto()  # At O2, a result computed in a normalization layer.
     CONSTANT = enum.auto()  # A number that the low dtype can hold; it widens nothing.
@@ -41,6 +46,7 @@ OF_ARGUMENTS = (Origin.ARGUMENT, Origin.BIAS)
 OF_PRODUCTS = (Origin.PRODUCT, Origin.SATURATED)
 # Values whose entries may be masks, such as -1e9, before or after they were rounded.
 MAY_MASK = {Origin.SATURATED, *OF_ARGUMENTS}
+OF_MASKS = (Origin.SATURATED, Origin.WIDE)
 
 
 class Value(NamedTuple):
@@ -48,8 +54,12 @@ class Value(NamedTuple):
 
     array: Any
     origin: Origin
-    # None only for new results; the interpreter then gives them one.
-    identity: Any = None
+    identity: Identity | None = None
+
+
+def identities(values: Sequence[Value]) -> list[Identity]:
+    """The identities of some values; those that have none get one of their own."""
+    return [value.identity or new_identity() for value in values]
 
 
 def as_argument(array: Any) -> Value:
@@ -93,19 +103,20 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
         return Origin.PRODUCT
     if name == "convert_element_type" and origins == {Origin.CONSTANT}:
         return Origin.CONSTANT
-    if name == "integer_pow" and equation.params["y"] == 3:
-        is_low = jnp.result_type(operands[0].array).itemsize == 2
-        return Origin.CUBE if is_low else Origin.COMPUTED
+    is_power = name in POWERS or is_square(equation, identities(operands))
+    if is_power and any(jnp.result_type(x.array).itemsize == 2 for x in operands):
+        return Origin.POWER
     if name in COMMUTES | {*SUMS_OF_TWO, "mul"} and Origin.WIDE in origins:
         return Origin.WIDE
-    is_scaled = name == "mul" and origins == {Origin.CUBE, Origin.CONSTANT}
-    if is_scaled or (name in SUMS_OF_TWO and Origin.CUBE in origins):
-        return Origin.CUBE
+    is_scaled = name == "mul" and origins == {Origin.POWER, Origin.CONSTANT}
+    if is_scaled or (name in SUMS_OF_TWO and Origin.POWER in origins):
+        return Origin.POWER
     if name in ADDS and Origin.PRODUCT in origins <= {Origin.PRODUCT, Origin.CONSTANT}:
         return Origin.PRODUCT
-    is_moved = name in MOVES or name == "convert_element_type"
-    if is_moved and sum(is_floating(atom.aval) for atom in equation.invars) == 1:
-        return _origin_of_moved(equation, operands)
+    if name in MOVES or name == "convert_element_type":
+        origin = _origin_of_moved(equation, operands)
+        if origin is not None:
+            return origin
     if origins & MAY_MASK and keeps_masks(equation, operands):
         return Origin.SATURATED
     return Origin.COMPUTED
@@ -128,13 +139,17 @@ def keeps_masks(equation: Any, operands: Sequence[Value]) -> bool:
     return name == "mul" and numbers == [True, False] and operands[1].origin in MAY_MASK
 
 
-def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin:
-    """The origin of the only floating operand; a row of arguments becomes a bias."""
-    is_float = [is_floating(atom.aval) for atom in equation.invars]
-    place = is_float.index(True)
-    old, new = equation.invars[place].aval, equation.outvars[0].aval
+def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin | None:
+    """The origin of what is moved, if it has one; rows of arguments become a bias."""
+    atoms, new = equation.invars, equation.outvars[0].aval
+    moved = [i for i, atom in enumerate(atoms) if is_floating(atom.aval)]
+    origins = {operands[i].origin for i in moved}
+    if len(moved) != 1 and not (origins and origins <= {*OF_ARGUMENTS}):
+        return None
+    old, origin = atoms[moved[0]].aval, operands[moved[0]].origin
     becomes_row = new.ndim == 1 or (_has_one_long_axis(old) and new.size > old.size)
-    origin = operands[place].origin
+    if len(moved) > 1:
+        return Origin.BIAS if new.ndim == 1 else Origin.ARGUMENT
     return Origin.BIAS if origin is Origin.ARGUMENT and becomes_row else origin
 
 
