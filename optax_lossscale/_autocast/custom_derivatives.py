@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 
 from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
@@ -49,10 +48,14 @@ def custom_jvp(call: Call) -> list[Value]:
         values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
         outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]
-        out_tangents = outputs[len(dtypes) :]
-        return outputs[: len(dtypes)], _with_float0(equation, floats, out_tangents)
+        results, given = outputs[: len(dtypes)], iter(outputs[len(dtypes) :])
+        return results, [
+            next(given) if i in floats else zero_from_primal(result)
+            for i, result in enumerate(results)
+        ]
 
-    function.defjvp(rule, symbolic_zeros=True)
+    # As in the original, because eager `shard_map` refuses rules with symbolic zeros.
+    function.defjvp(rule, symbolic_zeros=equation.params["symbolic_zeros"])
     with context_of(equation):
         return values_like(results, function(*call.arrays))
 
@@ -64,16 +67,25 @@ def custom_vjp(call: Call) -> list[Value]:
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
+    symbolic_zeros = equation.params["symbolic_zeros"]
     function = jax.custom_vjp(core.jaxpr_as_fun(program))
 
     def forward_rule(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:
-        arrays = [primal.value for primal in primals]
-        # A rule with `symbolic_zeros` can see which operands are perturbed.
-        places = [i for i in _places_of_floats(variables) if primals[i].perturbed]
+        arrays, places = primals, _places_of_floats(variables)
+        if symbolic_zeros:  # The rule can see which operands are perturbed.
+            places = [i for i in places if primals[i].perturbed]
+            arrays = tuple(primal.value for primal in primals)
 
         def with_pullback(*arrays: Any) -> Any:
             as_written = _function_of(equation, arrays, places)
-            return jax.vjp(as_written, *(arrays[i] for i in places))
+
+            def with_floats(*some: Any) -> tuple[list[Any], list[Any]]:
+                outputs = as_written(*some)
+                return [outputs[i] for i in floats], outputs
+
+            primals = [arrays[i] for i in places]
+            _, pullback, outputs = jax.vjp(with_floats, *primals, has_aux=True)
+            return outputs, pullback
 
         traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(
             *as_declared(variables, arrays)
@@ -83,8 +95,7 @@ def custom_vjp(call: Call) -> list[Value]:
 
         def pull_back(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
             def as_written(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
-                pullback = jax.tree.unflatten(structure, residuals)
-                return pullback(_with_float0(equation, floats, cotangents))
+                return jax.tree.unflatten(structure, residuals)(cotangents)
 
             traced = jax.make_jaxpr(as_written)(
                 as_declared(residual_vars, residuals),
@@ -114,7 +125,7 @@ def custom_vjp(call: Call) -> list[Value]:
         ]
         return tuple(residuals.func(residuals.args, cotangents))
 
-    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=symbolic_zeros)
     with context_of(equation):
         return values_like(results, function(*call.arrays))
 
@@ -129,16 +140,6 @@ def _low_program(call: Call) -> tuple[Call, core.ClosedJaxpr, list[Value]]:
 def _places_of_floats(atoms: Sequence[Any]) -> list[int]:
     """The places of those operands or results that have derivatives."""
     return [i for i, atom in enumerate(atoms) if is_floating(atom.aval)]
-
-
-def _with_float0(
-    equation: Any, floats: Sequence[int], derivatives: Sequence[Any]
-) -> list[Any]:
-    """Derivatives of the floating results, and `float0` zeros of all others."""
-    zeros = [np.zeros(x.aval.shape, jax.dtypes.float0) for x in equation.outvars]
-    for i, derivative in zip(floats, derivatives, strict=True):
-        zeros[i] = derivative
-    return zeros
 
 
 def _function_of(

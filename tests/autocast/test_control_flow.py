@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental import pallas as pl
 from jax.experimental.ode import odeint
 
@@ -158,5 +159,5 @@ def test_a_platform_can_be_chosen_when_the_program_is_exported():
             x @ w, tpu=lambda y: y + 1, default=lambda y: y - 1
         )
 
-    cast = jax.export.export(jax.jit(ols.autocast(fun)), platforms=["cpu", "tpu"])(W, X)
+    cast = export.export(jax.jit(ols.autocast(fun)), platforms=["cpu", "tpu"])(W, X)
     assert_close(cast.call(W, X), X @ W - 1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.programs import dtypes_of
@@ -274,3 +275,15 @@ def test_gelu_of_large_numbers_has_finite_gradients():
     w = 100 * jnp.eye(4)
     assert_close(jax.grad(ols.autocast(fun))(w, X), jax.grad(fun)(w, X))
     assert ("float16",) in dtypes_of(ols.autocast(fun), w, X, name="tanh")
+
+
+@pytest.mark.parametrize("fun", [jax.nn.relu, lambda y: own_layer(y, y.T), jnp.square])
+def test_rules_work_in_shard_map_outside_jit_as_they_do_without_autocast(fun):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
+
+    def loss(x, wrap):
+        mapped = wrap(lambda x: fun(x @ W))
+        return jnp.mean(jax.shard_map(mapped, **specs, check_vma=False)(x))
+
+    assert_close(jax.grad(loss)(X, ols.autocast), jax.grad(loss)(X, lambda f: f))
