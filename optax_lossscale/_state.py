@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._tree import find_by_type, unwrap
+from optax_lossscale._tree import find_by_type, strengthen, unwrap
 from optax_lossscale._types import PyTree
 
 
@@ -102,7 +103,8 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       tree: Any pytree that holds exactly one `LossScaleState`.
 
     Returns:
-      That state.
+      That state. Numbers of Python and NumPy, such as a checkpoint may hold, become
+      arrays.
 
     Raises:
       ValueError: If the tree holds no `LossScaleState` (the message says what to wrap)
@@ -131,8 +133,21 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
             f"the tree must hold one LossScaleState, got {len(found)}, at {paths}. "
             "(Pass the part of the tree that holds the one you mean.)"
         )
-    state: LossScaleState = unwrap(found[0][1])
-    return state
+    return with_arrays(unwrap(found[0][1]))
+
+
+def with_arrays(state: LossScaleState) -> LossScaleState:
+    """Replaces numbers of Python and NumPy by arrays of the dtypes of a state."""
+
+    def as_array(leaf: PyTree) -> PyTree:
+        if not isinstance(leaf, int | float | np.generic | np.ndarray):
+            return strengthen(leaf)
+        kind = np.asarray(leaf).dtype.kind
+        dtype = {"b": jnp.bool_, "i": jnp.int32, "u": jnp.int32}.get(kind, jnp.float32)
+        return jnp.asarray(leaf, dtype)
+
+    arrays: LossScaleState = jax.tree.map(as_array, state)
+    return arrays
 
 
 def get_loss_scale(tree: PyTree) -> jax.Array:
