@@ -103,8 +103,7 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       tree: Any pytree that holds exactly one `LossScaleState`.
 
     Returns:
-      That state. Numbers of Python and NumPy, such as a checkpoint may hold, become
-      arrays.
+      That state.
 
     Raises:
       ValueError: If the tree holds no `LossScaleState` (the message says what to wrap)
@@ -133,11 +132,12 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
             f"the tree must hold one LossScaleState, got {len(found)}, at {paths}. "
             "(Pass the part of the tree that holds the one you mean.)"
         )
-    return with_arrays(unwrap(found[0][1]))
+    state: LossScaleState = unwrap(found[0][1])
+    return state
 
 
 def with_arrays(state: LossScaleState) -> LossScaleState:
-    """Replaces numbers of Python and NumPy by arrays of the dtypes of a state."""
+    """Makes arrays of the numbers that a checkpoint may hold, in a state's dtypes."""
 
     def as_array(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, int | float | np.generic | np.ndarray):
@@ -173,7 +173,7 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       >>> ols.get_loss_scale(opt_state)
       Array(32768., dtype=float32)
     """
-    state = find_loss_scale_state(tree)
+    state = with_arrays(find_loss_scale_state(tree))
     is_unscaled = isinstance(state.rule_state, Unscaled)
     return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
 

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._checks import check_count
-from optax_lossscale._state import find_loss_scale_state, get_loss_scale
+from optax_lossscale._state import (
+    find_loss_scale_state,
+    get_loss_scale,
+    with_arrays,
+)
 from optax_lossscale._types import PyTree
 
 
@@ -51,7 +55,7 @@ def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
       total_notfinite 1
       skip_rate 0.5
     """
-    state = find_loss_scale_state(tree)
+    state = with_arrays(find_loss_scale_state(tree))
     steps = jnp.maximum(state.step_count, 1).astype(jnp.float32)
     return {
         "loss_scale": get_loss_scale(state),
