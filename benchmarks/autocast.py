@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import math
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +28,7 @@ from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.models import MODELS, Case, Encoder
 from _lib.tables import print_table, versions
 from _lib.torch_operations import OPERATIONS
+from optax_lossscale._checks import check_output_file
 from optax_lossscale._jaxprs import equations_of
 
 LOSS_SCALE = 2.0**10
@@ -197,7 +197,9 @@ def products_and_casts(program: str) -> tuple[collections.Counter[str], int]:
 def main() -> None:
     """Prints the tables, and writes them as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the tables to a file"
+    )
     parser.add_argument("--quick", action="store_true", help="compile for no GPU")
     arguments = parser.parse_args()
     use_host_cpu()

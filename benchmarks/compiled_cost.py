@@ -10,7 +10,6 @@ read of the gradients.
 
 import argparse
 import json
-import pathlib
 import time
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
+from optax_lossscale._checks import check_output_file
 
 PLATFORMS = ["cpu", "tpu", "cuda"]
 
@@ -122,7 +122,9 @@ def main() -> None:
         default=PLATFORMS,
         help="compile for these platforms (default: all)",
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write the table to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the table to a file"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="compile only AdamW with 60 leaves"
     )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lossscale._checks import check_output_file
 from optax_lossscale.demo import MLP, load_data
 
 STEPS = 2000
@@ -93,6 +94,7 @@ def record(model, loss_fn, inputs, labels, batch_size, learning_rate) -> np.ndar
 
 def main() -> None:
     """Trains the three models, and writes `traces.npz`."""
+    check_output_file(str(FILE))
     digits, _ = load_data()
     text = "".join(pydoc_data.topics.topics.values())
     tokens = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int32)

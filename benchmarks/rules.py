@@ -20,6 +20,7 @@ from jax.scipy.stats import norm
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
+from optax_lossscale._checks import check_output_file, check_picture_file
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -192,8 +193,12 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
 def main() -> None:
     """Prints the tables, and writes them as JSON and as a picture if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
-    parser.add_argument("--plot", type=pathlib.Path, help="draw the picture to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the tables to a file"
+    )
+    parser.add_argument(
+        "--plot", type=check_picture_file, help="draw the picture to a file"
+    )
     arguments = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()

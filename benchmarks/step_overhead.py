@@ -9,7 +9,6 @@ The table gives the median of this ratio over all rounds.
 
 import argparse
 import json
-import pathlib
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ import optax
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, Way, shape_of
+from optax_lossscale._checks import check_output_file
 
 ROUNDS = 60
 
@@ -130,7 +130,9 @@ def compare(
 def main() -> None:
     """Prints the two tables, and writes them as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the tables to a file"
+    )
     parser.add_argument("--leaves", type=int, default=60, help="number of arrays")
     parser.add_argument("--size", type=int, default=100_000, help="entries of an array")
     parser.add_argument("--quick", action="store_true", help="print one table only")

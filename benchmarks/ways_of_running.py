@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
+from optax_lossscale._checks import check_output_file
 
 STEPS, BAD_STEP = 10, 5
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
@@ -273,7 +274,9 @@ def work(folder: str, port: str, count: str, index: str) -> None:
 def main() -> None:
     """Prints the table, and writes it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, help="write the table to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the table to a file"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -19,6 +19,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -35,12 +36,26 @@ from optax_lossscale.demo import MLP, Data, load_data, loss_fn
 BATCH_SIZE = 256  # Rows in one batch of all processes together.
 
 
+def output_folder(name: str) -> pathlib.Path:
+    """Returns the path of a folder, once it is clear that it can be written to."""
+    folder = pathlib.Path(name).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        reason = error.strerror
+        raise argparse.ArgumentTypeError(f"cannot write {name}: {reason}") from error
+    return folder
+
+
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="steps to train")
     parser.add_argument(
-        "--checkpoint", type=pathlib.Path, help="folder to save to and to continue from"
+        "--checkpoint",
+        type=output_folder,
+        help="folder to save to and to continue from",
     )
     parser.add_argument(
         "--save-every",
@@ -59,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kill-step", type=int, help="kill one process at this step")
     parser.add_argument(
         "--save-final",
-        type=pathlib.Path,
+        type=output_folder,
         metavar="FOLDER",
         help="save the final state here",
     )
@@ -137,9 +152,7 @@ def train(arguments: argparse.Namespace) -> None:
         options = ocp.CheckpointManagerOptions(
             save_interval_steps=arguments.save_every, enable_async_checkpointing=False
         )
-        manager = ocp.CheckpointManager(
-            arguments.checkpoint.absolute(), options=options
-        )
+        manager = ocp.CheckpointManager(arguments.checkpoint, options=options)
         if manager.latest_step() is not None:
             saved = ocp.args.StandardRestore((params, opt_state))
             params, opt_state = manager.restore(manager.latest_step(), args=saved)

@@ -1,6 +1,10 @@
 """Checks of settings: each raises a clear error as soon as the setting is given."""
 
+import argparse
+import io
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +56,11 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
             f"`{name}` must be strictly between {low:g} and {high:g} in float32, got "
             f"{value}. (Did you pass its reciprocal?)"
         )
+    if factor < SMALLEST_SCALE:
+        raise ValueError(
+            f"`{name}` must be at least 2**-126, got {value}. (XLA flushes smaller "
+            "numbers to zero.)"
+        )
     return factor
 
 
@@ -68,6 +77,8 @@ def check_number(name: str, value: float, low: float, high: float = np.inf) -> f
 
 def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """Returns a floating dtype."""
+    if dtype is None:  # NumPy reads None as float64.
+        raise TypeError(f"`{name}` must be a floating dtype, got None.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
     return dtype
@@ -154,6 +165,41 @@ def check_optimizer(
             f"type {type(inner).__name__}. (Call the factory: `optax.adam(1e-3)`.)"
         )
     return optax.with_extra_args_support(inner)
+
+
+def check_output_file(name: str) -> Path:
+    """Returns the path of a file that can be written; a `type` for `argparse`.
+
+    Neither changes the file nor leaves one behind.
+    """
+    target = Path(os.path.realpath(name))  # A link to a new file must survive.
+    try:
+        is_new = not target.exists()
+        target.open("ab").close()
+        if is_new:
+            target.unlink()
+    except OSError as error:
+        reason = error.strerror
+        raise argparse.ArgumentTypeError(f"cannot write {name}: {reason}") from error
+    return Path(name)
+
+
+def check_picture_file(name: str) -> Path:
+    """Returns the path of a picture that matplotlib can draw and write."""
+    ending = Path(name).suffix[1:]
+    try:
+        import matplotlib.pyplot as plt
+
+        if not ending:
+            raise ValueError("its name must have an ending such as .png.")
+        figure = plt.figure(figsize=(1, 1))
+        try:
+            figure.savefig(io.BytesIO(), format=ending)
+        finally:
+            plt.close(figure)
+    except Exception as error:  # Each format has its own.
+        raise argparse.ArgumentTypeError(f"cannot draw {name}: {error}") from error
+    return check_output_file(name)
 
 
 def _one_float64(name: str, value: object) -> np.ndarray:

@@ -6,6 +6,7 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 `shard_map` if devices disagree (https://github.com/jax-ml/jax/issues/40823).
 """
 
+import cmath
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,23 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._jaxprs import evaluate
-from optax_lossscale._tree import is_floating, map_floating
+from optax_lossscale._tree import dtype_of, is_floating, is_floating_array, map_floating
 from optax_lossscale._types import PyTree
 
 
 def mask_inputs(is_applied: jax.Array, tree: PyTree) -> PyTree:
-    """Replaces every floating leaf by zeros if the step is skipped."""
-    return map_floating(_zeros_unless, tree, is_applied)
+    """Replaces every floating array by zeros if the step is skipped.
+
+    A finite Python number stays the number that it is, for which an optimizer may ask
+    by `if`. One that is not finite is masked as an array is.
+    """
+    return map_floating(_zeros_unless, tree, is_applied, is_mapped=_is_masked)
+
+
+def _is_masked(leaf: object) -> bool:
+    if isinstance(leaf, float | complex):
+        return not cmath.isfinite(leaf)
+    return is_floating_array(leaf)
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
@@ -42,9 +53,10 @@ def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
     """If the step is skipped, zeroes updates, so that no bit of a parameter changes."""
 
     def select(update: jax.Array) -> jax.Array:
-        nothing = lax.full_like(update, 0)
-        if is_floating(update):
-            nothing = -nothing  # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0.
+        # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0. Converted and not negated, because
+        # float8 dtypes without a negative zero have NaN there.
+        zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
+        nothing = lax.full_like(update, zero if is_floating(update) else 0)
         return lax.select_n(is_applied, nothing, update)
 
     return jax.tree.map(select, updates)
@@ -69,8 +81,9 @@ def cast_like(new: PyTree, old: PyTree) -> PyTree:
     """Casts every array of the new state to the dtype that it has in the old state."""
 
     def cast(new: PyTree, old: PyTree) -> PyTree:
-        dtype = getattr(old, "dtype", None)
-        return new if dtype is None or dtype == new.dtype else new.astype(dtype)
+        dtype = dtype_of(old)
+        is_like = dtype is None or dtype == dtype_of(new)
+        return new if is_like else jnp.asarray(new).astype(dtype)
 
     return jax.tree.map(cast, new, old)
 

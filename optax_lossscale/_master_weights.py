@@ -13,14 +13,18 @@ from optax_lossscale._checks import check_optimizer
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._state import MasterWeightsState
 from optax_lossscale._tree import (
-    is_floating,
+    cast_abstract,
+    copy_wide,
+    dtype_of,
+    is_absent,
+    is_narrow,
     path_name,
-    wide_dtype,
     wide_param,
     widen,
 )
+from optax_lossscale._types import PyTree
 
-_CASTABLE = (jnp.float16, jnp.bfloat16, jnp.float32)
+_CASTABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
 
 
 def cast_params(
@@ -39,7 +43,8 @@ def cast_params(
 
     Args:
       params: A pytree of arrays of any shape, such as the parameters of Flax, Haiku or
-        Equinox, or a module. Leaves of other dtypes are returned unchanged.
+        Equinox, or a module. `jax.ShapeDtypeStruct` leaves are cast like arrays, and
+        keep their shardings. Leaves of other dtypes are returned unchanged.
       dtype: float16 or bfloat16, or float32 to cast back.
       keep: A function of a leaf's path, such as `"layer/kernel"`, and the leaf. Where
         it returns True the leaf is not cast. None keeps normalization layers, which are
@@ -62,10 +67,9 @@ def cast_params(
     References:
       `opt_level="O2"` of NVIDIA apex (https://nvidia.github.io/apex/amp.html).
     """
-    if jnp.dtype(dtype) not in [jnp.dtype(known) for known in _CASTABLE]:
-        raise ValueError(
-            f"`dtype` must be float16, bfloat16 or float32, got {jnp.dtype(dtype)}."
-        )
+    if dtype is None or jnp.dtype(dtype) not in _CASTABLE:
+        name = None if dtype is None else jnp.dtype(dtype)
+        raise ValueError(f"`dtype` must be float16, bfloat16 or float32, got {name}.")
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     if keep is None:
         kept = in_normalization(params)
@@ -73,8 +77,10 @@ def cast_params(
         kept = [keep(path_name(path), leaf) for path, leaf in paths_and_leaves]
 
     def cast(leaf: Any) -> Any:
-        is_castable = getattr(leaf, "dtype", None) in _CASTABLE
-        return jnp.asarray(leaf, dtype) if is_castable else leaf
+        if dtype_of(leaf) not in _CASTABLE:
+            return leaf
+        is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        return cast_abstract(leaf, dtype) if is_abstract else jnp.asarray(leaf, dtype)
 
     leaves = [
         leaf if is_kept else cast(leaf)
@@ -108,8 +114,9 @@ def master_weights(
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
 
     Returns:
-      An optimizer. Its `update` needs `params`, and its updates are float32. Parameters
-      in float32 or wider are updated as they would be without the wrapper.
+      An optimizer. Its `update` needs `params`, and its updates are float32 (for
+      parameters in float8, float8). Parameters in float32 or wider, and Python numbers,
+      are updated as they would be without the wrapper.
 
     Raises:
       TypeError: If `inner` is not an optimizer.
@@ -130,47 +137,69 @@ def master_weights(
     optimizer = check_optimizer("inner", inner)
 
     def init(params: optax.Params) -> MasterWeightsState:
-        # Copies, so that parameters and state can both be donated.
-        master = jax.tree.map(
-            lambda x: jnp.array(x, wide_dtype(x.dtype)) if is_floating(x) else x, params
-        )
-        return MasterWeightsState(master, optimizer.init(master))
+        # Not made from the same masters, which some optimizers store themselves.
+        inner_state = optimizer.init(jax.tree.map(wide_param, params))
+        return MasterWeightsState(jax.tree.map(copy_wide, params), inner_state)
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: MasterWeightsState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError("`update` of `master_weights` needs `params`.")
+        params = jax.tree.map(_as_array, params)
         # Full-precision parameters may have been changed elsewhere, so their present
         # values are their masters.
         master = jax.tree.map(
-            lambda p, m: p if p.dtype == m.dtype else m, params, state.master_params
+            lambda p, m: m if _is_rounded(p, m) else p, params, state.master_params
         )
-        grads = jax.tree.map(wide_param, grads)
         updates, inner_state = optimizer.update(
-            grads, state.inner_state, master, **extra_args
+            jax.tree.map(wide_param, updates), state.inner_state, master, **extra_args
         )
-        moved = optax.apply_updates(master, updates)
-        updates = jax.tree.map(_update_to, params, moved, updates)
-        master = jax.tree.map(_next_master, params, moved, updates)
+        moved = jax.tree.map(_move, updates, master, is_leaf=is_absent)
+        updates = jax.tree.map(_update_to, updates, params, moved, is_leaf=is_absent)
+        master = jax.tree.map(
+            _next_master, updates, params, moved, state.master_params, is_leaf=is_absent
+        )
         return updates, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _update_to(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
+def _as_array(param: PyTree) -> PyTree:
+    """Makes an array of a Python number."""
+    is_number = isinstance(param, complex | float | int)
+    return jnp.asarray(param) if is_number else param
+
+
+def _move(update: PyTree, master: PyTree) -> PyTree:
+    """The updated master; parameters without a gradient have no update."""
+    return master if is_absent(update) else optax.apply_updates(master, update)
+
+
+def _is_rounded(param: PyTree, master: PyTree) -> bool:
+    """Whether a parameter is its master, rounded to a narrower dtype."""
+    return dtype_of(param) != dtype_of(master)
+
+
+def _update_to(update: PyTree, param: PyTree, master: PyTree) -> PyTree:
     """The update that takes a parameter to its rounded master."""
-    if param.dtype == master.dtype:
+    if is_absent(update) or not _is_rounded(param, master):
         return update
-    return widen(master.astype(param.dtype)) - widen(param)
+    difference = widen(master.astype(param.dtype)) - widen(param)
+    return difference.astype(param.dtype) if is_narrow(param) else difference
 
 
-def _next_master(param: jax.Array, master: jax.Array, update: jax.Array) -> jax.Array:
+def _next_master(
+    update: PyTree, param: PyTree, master: PyTree, last_master: PyTree
+) -> PyTree:
     """The master, or the new parameter where that is not the rounded master."""
-    if param.dtype == master.dtype:
+    if is_absent(update):
+        return last_master  # Not `master`, which may be the parameter's own buffer.
+    if not _is_rounded(param, master):
         return master
-    becomes = (widen(param) + update).astype(param.dtype)
+    becomes = param + update if is_narrow(param) else widen(param) + update
+    becomes = becomes.astype(param.dtype)
     return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))

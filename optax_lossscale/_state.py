@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._tree import find_by_type, unwrap
+from optax_lossscale._tree import find_by_type, strengthen, unwrap
 from optax_lossscale._types import PyTree
 
 
@@ -135,6 +136,20 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
     return state
 
 
+def with_arrays(state: LossScaleState) -> LossScaleState:
+    """Makes arrays of the numbers that a checkpoint may hold, in a state's dtypes."""
+
+    def as_array(leaf: PyTree) -> PyTree:
+        if not isinstance(leaf, int | float | np.generic | np.ndarray):
+            return strengthen(leaf)
+        kind = np.asarray(leaf).dtype.kind
+        dtype = {"b": jnp.bool_, "i": jnp.int32, "u": jnp.int32}.get(kind, jnp.float32)
+        return jnp.asarray(leaf, dtype)
+
+    arrays: LossScaleState = jax.tree.map(as_array, state)
+    return arrays
+
+
 def get_loss_scale(tree: PyTree) -> jax.Array:
     """Returns the current loss scale, `f32[]`.
 
@@ -158,7 +173,7 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       >>> ols.get_loss_scale(opt_state)
       Array(32768., dtype=float32)
     """
-    state = find_loss_scale_state(tree)
+    state = with_arrays(find_loss_scale_state(tree))
     is_unscaled = isinstance(state.rule_state, Unscaled)
     return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
 

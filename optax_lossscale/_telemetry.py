@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._checks import check_count
-from optax_lossscale._state import find_loss_scale_state
+from optax_lossscale._state import (
+    find_loss_scale_state,
+    get_loss_scale,
+    with_arrays,
+)
 from optax_lossscale._types import PyTree
 
 
@@ -51,10 +55,10 @@ def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
       total_notfinite 1
       skip_rate 0.5
     """
-    state = find_loss_scale_state(tree)
+    state = with_arrays(find_loss_scale_state(tree))
     steps = jnp.maximum(state.step_count, 1).astype(jnp.float32)
     return {
-        "loss_scale": state.loss_scale,
+        "loss_scale": get_loss_scale(state),
         "last_finite": state.last_finite,
         "notfinite_count": state.notfinite_count,
         "total_notfinite": state.total_notfinite,
@@ -100,7 +104,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         raise LossScaleStalledError(
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
             f"{np.max(state.total_notfinite)} of {np.max(state.step_count)} in all), "
-            f"and the loss scale is {np.min(state.loss_scale):g}. (Look for NaN and "
-            "infinity in the batch, the parameters and the loss, which no scale can "
-            "prevent, and check the learning rate.)"
+            f"and the loss scale is {np.min(get_loss_scale(state)):g}. (Look for NaN "
+            "and infinity in the batch, the parameters and the loss, which no scale "
+            "can prevent, and check the learning rate.)"
         )

@@ -28,11 +28,15 @@ from optax_lossscale._state import (
     LossScaleState,
     MasterWeightsState,
     is_usable,
+    with_arrays,
 )
 from optax_lossscale._tree import (
     check_structure,
     find_by_type,
+    is_absent,
+    is_narrow,
     resolve_mask,
+    strengthen,
     where_true,
     wide_param,
 )
@@ -77,7 +81,9 @@ def loss_scaled(
     If a mask or a label of the inner optimizer depends on the dtypes of the parameters,
     compute it from the original parameters and pass the result.
     `optax.apply_updates` rounds to the dtypes of the parameters; Equinox's
-    `apply_updates` does not.
+    `apply_updates` does not. Neither can add float32 to float8, so if `params` are
+    passed, the updates of float8 parameters are rounded to their dtype. (With
+    `inner=None` they are not, because they are gradients for further optimizers.)
 
     **What goes inside.** Clipping, weight decay and accumulation need unscaled
     gradients, so wrap them too:
@@ -85,8 +91,10 @@ def loss_scaled(
         loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
         loss_scaled(optax.MultiSteps(optax.adamw(1e-3), 4))
 
-    If `MultiSteps` were outside, one NaN would poison it for ever. Functions that read
-    the state of the inner optimizer take `opt_state.inner_state`.
+    If `MultiSteps` were outside, one NaN would poison it for ever. Whatever skips bad
+    steps by itself, such as `optax.apply_if_finite`, must not be outside either: it
+    hides them from the rule, so the scale does not back off. Functions that read the
+    state of the inner optimizer take `opt_state.inner_state`.
 
     Args:
       inner: The optimizer: anything with pure functions `init` and `update`. None is
@@ -114,9 +122,10 @@ def loss_scaled(
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
       takes `grads_finite`, a `bool[]` such as `jnp.isfinite(loss)`: the step is skipped
       too if that is False (without effect if the rule does not skip). Further extra
-      arguments go to the inner optimizer, with floating leaves zero on a bad step. A
-      gradient among them must be unscaled: `grad=unscale(grads, opt_state)` for a line
-      search.
+      arguments go to the inner optimizer. Floating arrays among them are zero on a bad
+      step, and so is a Python number that is NaN or infinite; any other number or
+      object is passed on as it is. A gradient among them must be unscaled:
+      `grad=unscale(grads, opt_state)` for a line search.
 
     Raises:
       TypeError: If `inner` is not an optimizer, `loss_scale` is not a `LossScale`, or
@@ -154,10 +163,10 @@ def loss_scaled(
             return LossScaledState(rule.init(), optimizer.init(params))
         inner_state = optimizer.init(jax.tree.map(wide_param, params))
         _check_not_nested("inner", inner_state)
-        return LossScaledState(rule.init(), jax.tree.map(_strengthen, inner_state))
+        return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: LossScaledState,
         params: optax.Params | None = None,
         *,
@@ -167,15 +176,18 @@ def loss_scaled(
         _check_state(state, rule_structure)
         loss_scale_state, inner_state = state
         if is_identity(rule):
-            updates, new = optimizer.update(grads, inner_state, params, **extra_args)
+            updates, new = optimizer.update(updates, inner_state, params, **extra_args)
             return updates, LossScaledState(loss_scale_state, new)
 
+        grads, original_params = updates, params
         params = _wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
+        loss_scale_state = with_arrays(loss_scale_state)
         loss_scale_state, was_usable = _repair_scale(loss_scale_state, rule)
-        leaves = (where_true(mask, grads), _as_leaf(grads_finite))
-        verdict = _judge(leaves, loss_scale_state, was_usable, rule, axis_name)
-        adjusted = verdict.adjust(rule, loss_scale_state)
+        with jax.debug_infs(False):  # Here an infinity is a verdict and no fault.
+            leaves = (where_true(mask, grads), _as_leaf(grads_finite))
+            verdict = _judge(leaves, loss_scale_state, was_usable, rule, axis_name)
+            adjusted = verdict.adjust(rule, loss_scale_state)
 
         # An unusable scale skips the step under every rule.
         is_applied = verdict.finite if rule.skips else was_usable
@@ -184,6 +196,8 @@ def loss_scaled(
 
         def run() -> tuple[optax.Updates, optax.OptState]:
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)
+            if inner is not None:  # The optimizers after a link need all the bits.
+                updates = _round_for_float8(updates, original_params)
             return updates, cast_like(new, inner_state)
 
         if not checks_updates:
@@ -253,11 +267,25 @@ def _wide_params(
     if params is None:
         return None
     is_lookahead = isinstance(params, optax.LookaheadParams)
-    message = "`grads` must have the tree structure of `params`"
+    message = "`updates` must have the tree structure of `params`"
     check_structure(grads, params.fast if is_lookahead else params, message)
     if find_by_type(inner_state, MasterWeightsState):
         return params  # `master_weights` rounds its masters to these dtypes.
     return jax.tree.map(wide_param, params)
+
+
+def _round_for_float8(
+    updates: optax.Updates, params: optax.Params | None
+) -> optax.Updates:
+    """Rounds updates of float8 parameters, to which JAX does not add float32."""
+    if not any(is_narrow(param) for param in jax.tree.leaves(params)):
+        return updates
+
+    def round_update(update: PyTree, param: PyTree) -> PyTree:
+        is_rounded = is_narrow(param) and not is_absent(update)
+        return jnp.asarray(update).astype(param.dtype) if is_rounded else update
+
+    return jax.tree.map(round_update, updates, params, is_leaf=is_absent)
 
 
 def adopt_inner_state(
@@ -306,11 +334,6 @@ def _check_rule(loss_scale: LossScale | None) -> LossScale:
             f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
         )
     return rule
-
-
-def _strengthen(leaf: PyTree) -> PyTree:
-    """Makes a leaf strongly typed, as it will be after the first update."""
-    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _check_not_nested(name: str, inner_state: PyTree) -> None:

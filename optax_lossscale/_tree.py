@@ -6,6 +6,9 @@ Throughout the package, "floating" covers the first two of these kinds:
 * complex: real and imaginary part, each as above;
 * integer, bool, `float0`, keys and other extended dtypes: returned unchanged, and
   always finite;
+* what is no array, such as a function, a module or a dtype, although it may have a
+  `dtype`: returned unchanged;
+* an array of another library, which would be skipped silently: refused;
 * `None` and `optax.MaskedNode`: no leaves;
 * empty arrays: finite, with magnitude zero.
 """
@@ -15,18 +18,60 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from optax_lossscale._types import Mask, PyTree
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+# They describe an array, and stand for it where no entries are needed.
+_ABSTRACT = (jax.ShapeDtypeStruct, jax.core.AbstractValue)
+_REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
+
+
+def dtype_of(leaf: object) -> np.dtype | None:
+    """The dtype of an array, which may be abstract or wrapped; None for other objects.
+
+    Other objects may have a `dtype` too: a module, or a class such as `jnp.float16`.
+    """
+    array = unwrapped(leaf)
+    is_array = isinstance(array, _ARRAYS + _ABSTRACT)
+    return getattr(array, "dtype", None) if is_array else None
+
+
+def is_floating_array(leaf: object) -> bool:
+    """Whether a leaf is a floating or complex array."""
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
 
 def is_floating(leaf: object) -> bool:
-    """Whether a leaf is a floating or complex array or number."""
-    if isinstance(leaf, float | complex):
+    """Whether a leaf is a floating or complex array or number.
+
+    Refuses arrays that JAX does not read as such, because their entries would count
+    as finite, whatever they are.
+    """
+    if isinstance(leaf, float | complex) or is_floating_array(leaf):
         return True
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    is_foreign = hasattr(type(leaf), "__array__") and dtype_of(leaf) is None
+    if is_foreign or isinstance(leaf, _REFERENCES):
+        raise TypeError(
+            "every array must be one of JAX or NumPy, got one of type "
+            f"{type(leaf).__name__}. (Convert it with `jnp.asarray`, or read a "
+            "`jax.Ref` with `ref[...]`.)"
+        )
+    return False
+
+
+def unwrapped(leaf: Any) -> Any:
+    """The array in a wrapped one; any other object unchanged."""
+    return leaf.__jax_array__() if is_wrapped(leaf) else leaf
+
+
+def is_wrapped(node: object) -> bool:
+    """Whether a node wraps an array, as `nnx.Variable` and Keras's variables do."""
+    return not isinstance(node, jax.Array) and hasattr(type(node), "__jax_array__")
 
 
 def is_absent(node: object) -> bool:
@@ -40,21 +85,58 @@ def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
+def is_narrow(leaf: object) -> bool:
+    """Whether a leaf is in float8 or less, to which JAX adds nothing of another dtype.
+
+    Updates of such a parameter must be in its own dtype. (float8_e8m0fnu has no zero,
+    so nothing could update a parameter in it.)
+    """
+    if not is_floating_array(leaf):
+        return False
+    dtype = dtype_of(leaf)
+    return jnp.finfo(dtype).bits <= 8 and dtype != jnp.float8_e8m0fnu
+
+
 def widen(leaf: jax.typing.ArrayLike) -> jax.Array:
     """Casts a floating leaf to float32 or wider, strongly typed."""
-    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(unwrapped(leaf))
     dtype = wide_dtype(array.dtype)
     if array.dtype == dtype and not array.weak_type:
         return array  # Saves a call for each leaf outside `jit`.
     return lax.convert_element_type(array, dtype)
 
 
+def strengthen(leaf: PyTree) -> PyTree:
+    """Makes a leaf strongly typed, as it will be after the first update."""
+    # Keys are arrays without this attribute.
+    is_weak = isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False)
+    return leaf.astype(leaf.dtype) if is_weak else leaf
+
+
 def wide_param(param: PyTree) -> PyTree:
     """Widens a parameter, which may be abstract, for the inner optimizer."""
     if isinstance(param, jax.ShapeDtypeStruct) and is_floating(param):
-        dtype = wide_dtype(param.dtype)
-        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+        return cast_abstract(param, wide_dtype(param.dtype))
     return widen(param) if is_floating(param) else param
+
+
+def copy_wide(param: PyTree) -> PyTree:
+    """A widened copy of a parameter, or zeros for an abstract one.
+
+    The copy has a buffer of its own, so that parameters and state can both be donated.
+    """
+    if dtype_of(param) is None and not isinstance(param, complex | float | int):
+        return param
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return jnp.zeros_like(wide_param(param))
+    return jnp.array(wide_param(param))
+
+
+def cast_abstract(
+    array: jax.ShapeDtypeStruct, dtype: jax.typing.DTypeLike
+) -> jax.ShapeDtypeStruct:
+    """An abstract array of another dtype, with the same sharding."""
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
 
 
 def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
@@ -64,12 +146,17 @@ def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def map_floating(
-    function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
+    function: Callable[..., list[jax.Array]],
+    tree: PyTree,
+    *args: jax.Array,
+    is_mapped: Callable[[object], bool] = is_floating,
 ) -> PyTree:
     """Replaces floating leaves by the results of a function of the list of them."""
     leaves, structure = jax.tree.flatten(tree)
-    mapped = iter(function([leaf for leaf in leaves if is_floating(leaf)], *args))
-    merged = [next(mapped) if is_floating(leaf) else leaf for leaf in leaves]
+    flags = [is_mapped(leaf) for leaf in leaves]
+    pairs = list(zip(leaves, flags, strict=True))
+    mapped = iter(function([unwrapped(leaf) for leaf, flag in pairs if flag], *args))
+    merged = [next(mapped) if flag else leaf for leaf, flag in pairs]
     return jax.tree.unflatten(structure, merged)
 
 
@@ -101,12 +188,8 @@ def find_by_type(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
 
 def unwrap(tree: PyTree) -> PyTree:
     """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
-
-    def is_wrapped(node: object) -> bool:
-        return hasattr(node, "__jax_array__")
-
     return jax.tree.map(
-        lambda node: jnp.asarray(node) if is_wrapped(node) else node,
+        lambda node: jnp.asarray(unwrapped(node)) if is_wrapped(node) else node,
         tree,
         is_leaf=is_wrapped,
     )

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
+from optax_lossscale._checks import check_output_file, check_picture_file
 from optax_lossscale._types import PyTree
 
 try:
@@ -265,13 +266,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--autocast", action="store_true", help="cast the float32 network by autocast"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results here"
+        "--json",
+        type=check_output_file,
+        metavar="FILE",
+        help="write the results here",
     )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=check_picture_file,
         metavar="FILE",
-        default=Path("loss_scale_demo.png"),
+        default="loss_scale_demo.png",
         help="write the picture here (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)

@@ -249,6 +249,7 @@ def plot_underflow_by_leaf(
       >>> [round(bar.get_width()) for bar in ax.patches]
       [0, 50]
     """
+    name = jnp.dtype(check_float_dtype("dtype", dtype)).name
     leaves = floating_leaves(tree)
     factors = np.atleast_1d(np.asarray(scale, np.float32))
     if not leaves or not factors.size:
@@ -274,7 +275,6 @@ def plot_underflow_by_leaf(
         )
     ax.set_yticks(rows, [path or "the array" for path in leaves])
     ax.invert_yaxis()
-    name = jnp.dtype(dtype).name
     ax.set(xlabel=f"entries flushed to zero in {name}, in %", xlim=(0, 100))
     ax.legend(loc="lower right")
     return ax

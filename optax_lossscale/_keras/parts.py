@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_lossscale._checks import SMALLEST_SCALE, check_number
-from optax_lossscale._tree import is_absent, is_floating, wide_param
+from optax_lossscale._tree import copy_wide, is_absent, is_floating, wide_param
 from optax_lossscale._types import PyTree
 
 
@@ -74,7 +74,7 @@ def decay_first(
         return DecayFirstState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: DecayFirstState,
         params: optax.Params | None = None,
         **extra_args: Any,
@@ -89,9 +89,9 @@ def decay_first(
                 return None
             return -param * rate.astype(param.dtype)
 
-        decay = jax.tree.map(decay_leaf, grads, params, is_leaf=is_absent)
+        decay = jax.tree.map(decay_leaf, updates, params, is_leaf=is_absent)
         updates, inner_state = inner.update(
-            grads, state.inner_state, _add(params, decay), **extra_args
+            updates, state.inner_state, _add(params, decay), **extra_args
         )
         count = optax.safe_increment(state.update_count)
         return _add(updates, decay), DecayFirstState(count, inner_state)
@@ -111,19 +111,18 @@ def average_after(
     """
 
     def init(params: optax.Params) -> AverageAfterState:
-        # The average is a copy, so that parameters and state can both be donated.
-        average = jax.tree.map(_copy, params)
+        average = jax.tree.map(copy_wide, params)
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: AverageAfterState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AverageAfterState]:
         params = _wide_params("use_ema", params)
         updates, inner_state = inner.update(
-            grads, state.inner_state, params, **extra_args
+            updates, state.inner_state, params, **extra_args
         )
 
         def average_leaf(average: PyTree, param: PyTree) -> PyTree:
@@ -168,11 +167,12 @@ def accumulate_before(
         return multi_steps(params).init(params)
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: optax.MultiStepsState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        grads = updates
         # `MultiSteps` needs the gradients and their means to have the same leaves, so
         # the mean is left out where the gradient is absent, and put back afterwards.
         means = jax.tree.map(
@@ -224,9 +224,3 @@ def _add(tree: PyTree, updates: PyTree) -> PyTree:
         return leaf if is_absent(update) or not is_floating(leaf) else leaf + update
 
     return jax.tree.map(add, updates, tree, is_leaf=is_absent)
-
-
-def _copy(param: PyTree) -> PyTree:
-    """Copies a parameter, or makes zeros for an abstract one."""
-    is_abstract = isinstance(param, jax.ShapeDtypeStruct)
-    return jnp.zeros_like(param) if is_abstract else jnp.copy(param)

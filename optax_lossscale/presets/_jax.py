@@ -6,7 +6,7 @@ import numpy as np
 
 from optax_lossscale._checks import check_count, check_factor, check_scale
 from optax_lossscale._rules import LossScale
-from optax_lossscale.presets._rules import check_floor, uncapped
+from optax_lossscale.presets._rules import check_floor, symmetric, uncapped
 
 
 def flax(
@@ -110,11 +110,9 @@ def jmp(
       jmp 0.0.4, `jmp/_src/loss_scale.py`. In this package `jmp.StaticLossScale` is
       `static_loss_scale`, and `jmp.NoOpLossScale` is `no_loss_scale`.
     """
-    factor = check_factor("factor", factor, 1.0, np.inf)
-    return uncapped(
+    return symmetric(
         check_scale("loss_scale", loss_scale),
-        growth_factor=factor,
-        backoff_factor=1.0 / factor,
+        factor=check_factor("factor", factor, 1.0, np.inf),
         growth_interval=check_count("period", period),
         min_scale=check_floor("min_loss_scale", min_loss_scale),
     )

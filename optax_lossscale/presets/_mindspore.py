@@ -11,7 +11,7 @@ from optax_lossscale._checks import (
     check_scale,
 )
 from optax_lossscale._rules import LossScale, static_loss_scale
-from optax_lossscale.presets._rules import uncapped
+from optax_lossscale.presets._rules import symmetric
 
 
 def mindspore_fixed(
@@ -92,11 +92,9 @@ def mindspore_dynamic(
       MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py` and
       `mindspore/python/mindspore/amp.py`.
     """
-    factor = check_factor("scale_factor", scale_factor, 1.0, np.inf)
-    return uncapped(
+    return symmetric(
         check_scale("init_loss_scale", init_loss_scale),
-        growth_factor=factor,
-        backoff_factor=1.0 / factor,
+        factor=check_factor("scale_factor", scale_factor, 1.0, np.inf),
         growth_interval=check_count("scale_window", scale_window),
         min_scale=1.0,
     )

@@ -97,6 +97,35 @@ def uncapped(
     return LossScale(classic.init, adjust)
 
 
+def symmetric(
+    init_scale: float, *, factor: float, growth_interval: int, min_scale: float
+) -> LossScale:
+    """The rule without a cap that multiplies by a factor, and divides by it."""
+    rule = uncapped(init_scale, growth_factor=factor, growth_interval=growth_interval)
+
+    def adjust(
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        grads_max: jax.typing.ArrayLike | None = None,
+    ) -> LossScaleState:
+        adjusted = rule.adjust(state, grads_finite, grads_max)
+        finite = adjusted.last_finite
+        s = jnp.maximum(divide_unless(finite, state.loss_scale, factor), min_scale)
+        s = jnp.where(finite, adjusted.loss_scale, s)
+        return adjusted._replace(loss_scale=s)
+
+    return LossScale(rule.init, adjust)
+
+
+def divide_unless(finite: jax.Array, s: jax.Array, factor: float) -> jax.Array:
+    """`s / factor`, or `s` on a finite step.
+
+    The divisor must not be a constant, because XLA would multiply by its reciprocal,
+    which gives another result for factors such as 3.
+    """
+    return s / jnp.where(finite, 1.0, factor)
+
+
 def deepspeed_rule(classic: LossScale) -> LossScale:
     """Makes DeepSpeed's rule from the classic one.
 
@@ -164,7 +193,8 @@ def fairseq_rule(
         back_off = ~finite & (overflow_rate >= lowered_tolerance)
 
         s = state.loss_scale
-        larger, smaller = s * scale_factor, jnp.maximum(s / scale_factor, threshold)
+        larger = s * scale_factor
+        smaller = jnp.maximum(divide_unless(finite, s, scale_factor), threshold)
         s = jnp.where(grow & (larger <= LARGEST_SCALE), larger, s)
         s = jnp.where(back_off & (smaller > min_loss_scale), smaller, s)
         rule_state = FairseqRuleState(

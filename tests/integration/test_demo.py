@@ -147,3 +147,38 @@ def test_the_float32_network_under_autocast_trains_as_well_as_by_hand(
         assert results[name]["accuracy"] == pytest.approx(accuracy, abs=0.015), name
     assert results["float16"]["flushed_to_zero"] > 0.3
     assert results["float16_dynamic"]["flushed_to_zero"] < 0.01
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "reason"),
+    [
+        ("--json", "missing/r.json", "No such file or directory"),
+        ("--json", ".", "Is a directory"),
+        ("--plot", "missing/p.png", "No such file or directory"),
+        ("--plot", "picture.docx", "Format 'docx' is not supported"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_training(
+    option, name, reason, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(demo, "train", None)  # It is never called.
+    with pytest.raises(SystemExit, match=r"^2$"):
+        demo.main([option, str(tmp_path / name)])
+    message = capsys.readouterr().err
+    assert f"argument {option}: cannot" in message
+    assert reason in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_leaves_the_files_as_they_were(tmp_path, monkeypatch):
+    old, new = tmp_path / "old.json", tmp_path / "new.png"
+    old.write_text("results")
+
+    def fail(*args):
+        raise FloatingPointError("diverged")
+
+    monkeypatch.setattr(demo, "train", fail)
+    with pytest.raises(FloatingPointError, match="diverged"):
+        demo.main(["--json", str(old), "--plot", str(new)])
+    assert old.read_text() == "results"
+    assert not new.exists()

@@ -277,3 +277,19 @@ def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
     (key,) = settings
     with pytest.raises(TypeError, match=f"`{key}` must be"):
         getattr(presets, name)(**settings)
+
+
+@pytest.mark.parametrize("factor", [3, 1.7, 7, 10.0])
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("name", ["jmp", "mindspore_dynamic", "fairseq"])
+def test_backoff_divides_by_the_factor_as_the_system_does(name, is_jitted, factor):
+    # The product with a reciprocal differs: 5 / 3 from 5 * (1 / 3), by one ulp.
+    setting = "factor" if name == "jmp" else "scale_factor"
+    for start in np.float32([5.0, 25.0, 1000.1, 32768.0]):
+        rule = getattr(presets, name)(float(start), **{setting: factor})
+        adjust = jax.jit(rule.adjust) if is_jitted else rule.adjust
+        state = adjust(rule.init(), False)
+        expected = start / np.float32(factor)
+        assert state.loss_scale == max(
+            expected, np.float32(0 if name == "fairseq" else 1)
+        )

@@ -115,3 +115,32 @@ def test_parameters_can_be_cast_back_to_float32_but_not_to_int32():
     np.testing.assert_array_equal(back["w"], np.float32(np.float16(params["w"])))
     with pytest.raises(ValueError, match="must be float16, bfloat16 or float32, got i"):
         ols.cast_params(params, jnp.int32)
+
+
+def test_abstract_parameters_are_cast_and_keep_their_shardings():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    leaf = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    params = {"w": leaf, "LayerNorm_0": leaf, "count": count}
+    half = jax.ShapeDtypeStruct((2, 3), jnp.bfloat16, sharding=sharding)
+    expected = {"w": half, "LayerNorm_0": leaf, "count": count}
+    assert ols.cast_params(params, jnp.bfloat16) == expected
+
+
+def test_abstract_parameters_are_cast_as_the_arrays_that_they_describe():
+    def init(key):
+        return nn.Dense(2).init(key, jnp.ones((1, 2)))
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    expected = jax.eval_shape(lambda key: ols.cast_params(init(key)), jax.random.key(0))
+    assert ols.cast_params(shapes) == expected
+
+
+def test_what_is_no_array_is_not_cast_although_it_has_a_dtype():
+    params = {"a": jnp.float32, "b": np.dtype("float32"), "c": nn.Dense(2, dtype="f4")}
+    assert ols.cast_params(params) == params
+
+
+def test_none_is_not_a_dtype_to_cast_to():
+    with pytest.raises(ValueError, match="float16, bfloat16 or float32, got None"):
+        ols.cast_params({"w": jnp.ones(1)}, None)

@@ -283,3 +283,25 @@ def test_a_profile_shows_the_names_of_the_update():
     run = jax.jit(lambda *args: masked(*args, named))
     lowered = run.lower(GOOD, GRADS, OLD["moment"])
     assert "first_moment" in lowered.as_text(debug_info=True)
+
+
+def test_cast_like_makes_an_array_of_a_number_where_there_was_one():
+    old = {"count": jnp.zeros((), jnp.int32), "rate": jnp.ones((), jnp.float16)}
+    cast = cast_like({"count": 0, "rate": 0.5}, old)
+    assert_same_bits(cast, {"count": jnp.int32(0), "rate": jnp.float16(0.5)})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz])
+def test_the_update_of_a_bad_step_is_no_nan_in_float8(dtype):
+    # float8_e4m3fnuz has no negative zero: a zero negated is NaN.
+    params = jnp.asarray([0.0, -0.0, 1.0], dtype)
+    for mask in (mask_updates, jax.jit(mask_updates)):
+        assert_same_bits(optax.apply_updates(params, mask(BAD, params)), params)
+
+
+def test_finite_numbers_stay_numbers_and_others_are_masked():
+    numbers = {"a": 1.5, "b": 2 - 1j, "c": np.float64(3), "d": 4, "e": True}
+    assert mask_inputs(BAD, numbers) == numbers
+    assert all(mask_inputs(GOOD, numbers)[k] is numbers[k] for k in numbers)
+    others = [float("inf"), float("nan"), complex(0, float("nan")), np.float32(1)]
+    assert mask_inputs(BAD, others) == [0.0, 0.0, 0.0, 0.0]

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compare import types
 from helpers.inner import adam, lenient
 
 RNG = np.random.default_rng(0)
@@ -212,3 +213,62 @@ def test_missing_params_and_a_wrong_inner_optimizer_are_refused():
         tx.update(params, tx.init(params))
     with pytest.raises(TypeError, match="`inner` must be an optimizer"):
         ols.master_weights(optax.adam)
+
+
+def pointers(tree):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+def keeps_parameters():
+    """An optimizer that keeps a reference to the parameters that it was given."""
+
+    def update(updates, state, params=None):
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+@pytest.mark.parametrize("inner", [adam(), keeps_parameters()])
+def test_parameters_of_every_kind_can_be_donated_with_their_masters(inner):
+    params = {"w": jnp.ones(3, jnp.float16), "i": jnp.arange(3), "b": jnp.ones(3) > 0}
+    state = ols.master_weights(inner).init(params)
+    masters = state.master_params
+    assert len(set(pointers((params, masters)))) == 6
+    assert not set(pointers(masters)) & set(pointers(state.inner_state))
+
+
+def test_a_parameter_without_a_gradient_stays_and_keeps_its_own_buffer():
+    params = {"w": jnp.ones(3, jnp.float16), "frozen": jnp.ones(3), "h": jnp.float16(1)}
+    grads = {"w": jnp.ones(3), "frozen": None, "h": None}
+    tx = ols.master_weights(lenient(optax.sgd(0.5)))
+    step = jax.jit(lambda p, s: tx.update(grads, s, p))
+    updates, state = step(params, tx.init(params))
+    assert apply(params["w"], updates["w"]).tolist() == [0.5, 0.5, 0.5]
+    assert (updates["frozen"], updates["h"]) == (None, None)
+    assert state.master_params["h"].dtype == jnp.float32
+    assert not set(pointers(params)) & set(pointers(state))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        ols.master_weights,
+        lambda inner: ols.loss_scaled(
+            ols.master_weights(inner), ols.static_loss_scale(1.0)
+        ),
+    ],
+)
+def test_parameters_may_be_python_numbers(wrap):
+    params = {"number": 1.0, "half": jnp.float16(1.0)}
+    history = steps(wrap(lenient(optax.sgd(0.25))), params, lambda i: params, 2)
+    for (moved, state), value in zip(history, (0.75, 0.5), strict=True):
+        assert moved == {"number": value, "half": value}
+        masters = optax.tree.get(state, "master_params")
+        assert types(masters) == types({"number": jnp.ones(()), "half": jnp.ones(())})
+
+
+def test_masters_of_abstract_parameters_are_zero():
+    params = {"w": jax.ShapeDtypeStruct((2,), jnp.float16)}
+    state = ols.master_weights(adam()).init(params)
+    assert state.master_params["w"].tolist() == [0.0, 0.0]
+    assert state.master_params["w"].dtype == jnp.float32

@@ -144,3 +144,13 @@ def test_a_step_written_by_hand_with_the_pure_functions_skips_a_bad_step():
     bad = step(*good, jnp.inf)
     assert_same_bits(bad[:2], good[:2])
     assert bad[2].loss_scale == SCALE / 2
+
+
+def test_apply_if_finite_outside_hides_bad_steps_from_the_rule():
+    history = [False, False, False]
+    _, state = run(optax.apply_if_finite(ols.loss_scaled(adam(), RULE), 9), history)
+    assert ols.get_loss_scale(state) == SCALE
+    assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
+    _, state = run(ols.loss_scaled(optax.apply_if_finite(adam(), 9), RULE), history)
+    assert ols.get_loss_scale(state) == SCALE / 8
+    assert ols.loss_scale_metrics(state)["total_notfinite"] == 3

@@ -191,6 +191,11 @@ REFUSED = [
     ({"growth_factor": np.inf}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"growth_factor": np.nan}, r"`growth_factor` must be strictly between 1 and inf"),
     ({"backoff_factor": 0.0}, r"`backoff_factor` must be strictly between 0 and 1"),
+    (
+        {"backoff_factor": 2.0**-127},
+        r"`backoff_factor` must be at least 2\*\*-126, got",
+    ),
+    ({"backoff_factor": 1e-40}, r"XLA flushes smaller numbers to zero"),
     ({"backoff_factor": 1.0}, r"`backoff_factor` must be strictly between 0 and 1"),
     (
         {"backoff_factor": 2.0},

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits, types
 from helpers.compat import enable_x64
 from helpers.inner import adam
 
@@ -85,3 +88,51 @@ def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
 def test_raise_if_stalled_refuses_a_limit_below_one(limit):
     with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 1"):
         ols.raise_if_stalled(RULE.init(), limit)
+
+
+def numbers(state):
+    """A state as JSON or msgpack restores it: numbers of Python."""
+    return jax.tree.map(lambda leaf: leaf.item(), state)
+
+
+RESTORED = {
+    "Python": numbers,
+    "NumPy": lambda state: jax.tree.map(lambda leaf: leaf.dtype.type(leaf), state),
+    "NumPy, 64 bits": lambda state: jax.tree.map(np.asarray, numbers(state)),
+}
+
+
+@pytest.mark.parametrize("kind", RESTORED)
+def test_metrics_of_a_state_restored_as_numbers_are_those_of_its_arrays(kind):
+    state = after([False, True, False])
+    metrics = ols.loss_scale_metrics(RESTORED[kind](state))
+    assert_same_bits(metrics, ols.loss_scale_metrics(state))
+    assert metrics["skip_rate"] == jnp.float32(2 / 3)
+
+
+@pytest.mark.parametrize("kind", RESTORED)
+def test_raise_if_stalled_reads_a_state_restored_as_numbers(kind):
+    state = RESTORED[kind](after([False, False]))
+    ols.raise_if_stalled(state, max_consecutive=3)
+    with pytest.raises(ols.LossScaleStalledError, match=r"the last 2 steps .* is 256"):
+        ols.raise_if_stalled(state, max_consecutive=2)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("kind", RESTORED)
+def test_a_run_goes_on_with_the_same_types_from_a_state_of_numbers(kind, is_jitted):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    params = jnp.ones(2)
+    update = jax.jit(tx.update) if is_jitted else tx.update
+    state = tx.init(params)._replace(loss_scale_state=after([False, True]))
+    restored = state._replace(loss_scale_state=RESTORED[kind](after([False, True])))
+    expected, actual = (update(params, s, params)[1] for s in (state, restored))
+    assert_same_bits(actual, expected)
+    assert types(actual) == types(expected)
+    scaled = ols.scale(2.0, restored)
+    assert (scaled, scaled.dtype) == (1024.0, jnp.float32)
+
+
+def test_metrics_of_no_loss_scale_show_the_scale_that_is_used():
+    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.float32(jnp.nan))
+    assert ols.loss_scale_metrics(state)["loss_scale"] == ols.get_loss_scale(state) == 1

@@ -541,6 +541,37 @@ def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
     assert not np.any(updates["w"])
 
 
+RULES_THAT_SKIP = [
+    RULE,
+    ols.static_loss_scale(SCALE),
+    ols.smooth_loss_scale(SCALE),
+    ols.headroom_loss_scale(SCALE),
+]
+
+
+@pytest.mark.parametrize("rule", RULES_THAT_SKIP)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_debug_infs_accepts_a_step_that_the_outside_verdict_skips(rule, is_jitted):
+    tx = ols.loss_scaled(adam(), rule)
+    update = jax.jit(tx.update) if is_jitted else tx.update
+    state = tx.init(PARAMS)
+    with jax.debug_infs(True), jax.debug_nans(True):
+        updates, after = update(scaled(GRADS), state, PARAMS, grads_finite=False)
+    assert_same_bits(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert not after.loss_scale_state.last_finite
+
+
+@pytest.mark.parametrize("rule", RULES_THAT_SKIP)
+def test_debug_infs_accepts_a_step_that_a_nan_skips(rule):
+    # The infinity that stands for the NaN is ours.
+    tx = ols.loss_scaled(adam(), rule)
+    state = tx.init(PARAMS)
+    with jax.debug_infs(True):
+        _, state = tx.update(poisoned(scaled(GRADS)), state, PARAMS)
+        assert ols.max_magnitude(poisoned(GRADS)) == jnp.inf
+    assert not state.loss_scale_state.last_finite
+
+
 def test_types_stay_the_same_in_x64():
     with enable_x64(True):
         params = {"f32": jnp.ones(2, jnp.float32), "f64": jnp.ones(2, jnp.float64)}
@@ -576,7 +607,7 @@ def test_integer_and_float0_leaves_pass_through():
 def test_gradients_of_another_tree_structure_are_refused_at_trace_time(grads):
     tx = ols.loss_scaled(optax.sgd(0.1), RULE)  # SGD itself accepts any tree.
     with pytest.raises(
-        ValueError, match=r"^`grads` must have the tree structure of `params`, "
+        ValueError, match=r"^`updates` must have the tree structure of `params`, "
     ) as e:
         jax.eval_shape(tx.update, grads, tx.init(PARAMS), PARAMS)
     is_leaf = not isinstance(grads, dict | list)

@@ -1,9 +1,58 @@
-"""Leaves are widened to float32."""
+"""Kinds of leaves: what counts as an array, and how it is widened and copied."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
 
-from optax_lossscale._tree import wide_param, widen
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from optax_lossscale._tree import (
+    copy_wide,
+    is_floating,
+    strengthen,
+    wide_param,
+    widen,
+)
+
+
+class Wrapped:
+    """A wrapped array, as a variable of Keras is."""
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = str(array.dtype)
+
+    def __jax_array__(self):
+        return self.array
+
+
+class Foreign:
+    """An array of another library."""
+
+    dtype = "float32"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray([np.nan])
+
+
+OTHERS = {
+    "dtype class": jnp.float16,
+    "dtype class of NumPy": np.float32,
+    "dtype": np.dtype("float32"),
+    "module": nn.Dense(2, dtype=jnp.float32),
+    "text": "x",
+    "function": jnp.sum,
+    "integer": 1,
+    "bool": True,
+    "objects": np.asarray([1.5, None], object),
+    "texts": np.asarray(["a"]),
+    "times": np.asarray(["2020-01-01"], np.datetime64),
+    "key": jax.random.key(0),
+    "none": None,
+}
+STATE = ols.static_loss_scale(2.0).init()
 
 
 def test_a_widened_leaf_has_a_strong_type():
@@ -16,3 +65,76 @@ def test_an_abstract_parameter_keeps_its_sharding_when_widened():
     param = jax.ShapeDtypeStruct((2, 3), jnp.float16, sharding=sharding)
     wide = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)
     assert wide_param(param) == wide
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_floating_array_is_left_alone(kind):
+    leaf = OTHERS[kind]
+    tree = {"array": jnp.ones(1), "other": leaf}
+    assert ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == 1
+    assert ols.scale(tree, STATE)["other"] is leaf
+    assert ols.unscale(tree, STATE)["other"] is leaf
+    assert list(ols.diagnostics.nonfinite_report(tree)) == ["array"]
+    assert ols.diagnostics.headroom_bits(tree, dtype=jnp.float32) > 127
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [1.0, 1j, np.float16(1), np.ones(2), jnp.ones(2, jnp.bfloat16), np.complex64(1)],
+)
+def test_floating_arrays_and_numbers_count_as_floating(leaf):
+    assert is_floating(leaf)
+    assert not ols.all_finite([leaf * np.nan])
+
+
+def test_an_array_that_is_wrapped_counts_as_the_array():
+    tree = {"w": Wrapped(jnp.asarray([1.0, -4.0])), "n": Wrapped(jnp.arange(2))}
+    assert ols.max_magnitude(tree) == 4
+    assert_same_bits(ols.scale(tree, STATE)["w"], jnp.asarray([2.0, -8.0]))
+    assert ols.scale(tree, STATE)["n"] is tree["n"]
+    assert not ols.all_finite({"w": Wrapped(jnp.asarray([jnp.nan]))})
+    assert ols.diagnostics.headroom_bits(tree, dtype=jnp.float32) == 126
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        ols.all_finite,
+        ols.max_magnitude,
+        lambda tree: ols.scale(tree, STATE),
+        lambda tree: ols.unscale(tree, STATE),
+        ols.diagnostics.nonfinite_report,
+        ols.diagnostics.headroom_bits,
+    ],
+)
+def test_an_array_of_another_library_is_refused_and_not_taken_for_finite(function):
+    with pytest.raises(TypeError, match="one of JAX or NumPy, got one of type Foreign"):
+        function({"w": Foreign()})
+
+
+@pytest.mark.parametrize(
+    "param", [jnp.ones(2), np.ones(2, np.float32), jnp.arange(2), 1.5, 3]
+)
+def test_a_wide_copy_has_a_buffer_of_its_own_and_a_strong_type(param):
+    copy = copy_wide(param)
+    assert isinstance(copy, jax.Array)
+    assert copy is not param
+    if isinstance(param, jax.Array):
+        assert copy.unsafe_buffer_pointer() != param.unsafe_buffer_pointer()
+    if isinstance(param, float):
+        assert not copy.weak_type
+
+
+def test_a_wide_copy_of_an_abstract_parameter_is_zero():
+    param = jax.ShapeDtypeStruct((2,), jnp.float16)
+    assert_same_bits(copy_wide(param), jnp.zeros(2, jnp.float32))
+    assert copy_wide(jnp.sum) is jnp.sum
+
+
+def test_only_a_weakly_typed_array_is_strengthened():
+    assert not strengthen(jnp.asarray(1.0)).weak_type
+    for leaf in (jnp.ones(2), jax.random.key(0), np.ones(2), 1.0, "x"):
+        assert strengthen(leaf) is leaf
+    abstract = jax.eval_shape(lambda: jnp.asarray(1.0))
+    assert strengthen(abstract) is abstract
