@@ -64,14 +64,15 @@ def autocast(
     is scaled here: in float16, `loss_scaled` does that.
 
     **Details of O2 and O3.** Sums and powers are still computed in float32, and
-    scalars, such as losses, stay in float32, and so does `x + 1e-8`, or any other result
-    of a number that lies outside the range of the dtype. Data are rounded too: beyond
-    65504 they become infinite in products and end at 65504 in sums; only differences
-    from an argument, such as a target, stay in float32. A gradient is rounded where
-    its value is, so that of `log(p + 1e-8)` may overflow at 0. To compute the whole loss function in float32, as MindSpore and
-    apex do, wrap only the model in `autocast`. Normalization layers are recognized by
-    the name of their class, their function or a `jax.named_scope`. Mark any other part
-    that should stay in float32 with `full_precision`.
+    scalars, such as losses, stay in float32. So does `x + 1e-8`, or any other result of
+    a number that lies outside the range of the dtype. Data are rounded too: beyond
+    65504 they become infinite in products and end at 65504 in sums. Only differences
+    from an argument, such as a target, stay in float32. The gradient of a float16
+    value is rounded to float16, so that of `log(p + 1e-8)` may overflow at 0. To
+    compute the whole loss function in float32, as MindSpore and apex do, wrap only the
+    model in `autocast`. Normalization layers are recognized by the name of their
+    class, their function or a `jax.named_scope`. Mark any other part that should stay
+    in float32 with `full_precision`.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
