@@ -81,7 +81,7 @@ class Call(NamedTuple):
 
         def apply(inputs: list[Value]) -> list[Any]:
             outputs = self.run(closed, inputs, self.policy, self.rounded)
-            results.extend(output._replace(array=None) for output in outputs)
+            results.extend(_without_arrays(outputs))
             return [output.array for output in outputs]
 
         return _traced(apply, self.operands), results
@@ -137,6 +137,11 @@ def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]
     """The operands with other arrays."""
     pairs = zip(arrays, operands, strict=True)
     return [operand._replace(array=array) for array, operand in pairs]
+
+
+def _without_arrays(values: Sequence[Value]) -> list[Value]:
+    """What is known of the values; their arrays must not leave a trace."""
+    return [value._replace(array=None) for value in values]
 
 
 def as_computed(arrays: Sequence[Any]) -> list[Value]:
@@ -221,8 +226,9 @@ def scan(call: Call) -> list[Value]:
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
         inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
-        results[:] = call.run(closed, inputs, call.policy, rounded)
-        outputs = [result.array for result in results]
+        values = call.run(closed, inputs, call.policy, rounded)
+        results[:] = _without_arrays(values)
+        outputs = [value.array for value in values]
         return as_declared(carry_variables, outputs[:size]), outputs[size:]
 
     with context_of(call.equation):
@@ -297,8 +303,9 @@ def shard_map(call: Call) -> list[Value]:
 
     def body(*arrays: Any) -> list[Any]:
         inputs = values_like(call.operands, arrays)
-        results[:] = call.run(closed, inputs, call.policy)
-        return [result.array for result in results]
+        values = call.run(closed, inputs, call.policy)
+        results[:] = _without_arrays(values)
+        return [value.array for value in values]
 
     with context_of(call.equation):
         mapped = jax.shard_map(

@@ -139,7 +139,8 @@ class _Frame:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
-            if choice.is_rounded and equation.primitive.name in SUMS_OF_TWO:
+            is_narrowed = choice.is_rounded and choice.dtype != policy.dtype
+            if is_narrowed and equation.primitive.name in SUMS_OF_TWO:
                 origin = Origin.SATURATED
             flags = [flag or choice.is_rounded for flag in flags]
             values = [Value(array, origin) for array in results]

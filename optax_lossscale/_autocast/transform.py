@@ -87,12 +87,12 @@ def autocast(
     **Details of O2 and O3.** These stay in float32: sums, powers, scalars such as
     losses, differences from an argument such as a target, and results of a number
     outside the range of the dtype, such as `x + 1e-8`. Data are rounded too: beyond
-    65504 they become infinite in products, and end at 65504 in sums. A gradient is
-    rounded where its value is, so that of `log(p + 1e-8)` may overflow at 0. To compute
-    the whole loss function in float32, as MindSpore and apex do, wrap only the model in
-    `autocast`. Normalization layers are recognized by the name of their class, their
-    function or a `jax.named_scope`. Mark any other part that should stay in float32
-    with `full_precision`.
+    65504 they become infinite in products, and end at 65504 in sums. The gradient of a
+    float16 value is rounded to float16, so that of `log(p + 1e-8)` may overflow at 0.
+    To compute the whole loss function in float32, as MindSpore and apex do, wrap only
+    the model in `autocast`. Normalization layers are recognized by the name of their
+    class, their function or a `jax.named_scope`. Mark any other part that should stay
+    in float32 with `full_precision`.
 
     **Outside `jit`** the function is traced at each call, because what it reads may
     have changed. If it reads only its arguments, numbers, arrays and functions of JAX,
