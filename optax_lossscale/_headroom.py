@@ -29,8 +29,9 @@ from optax_lossscale._state import LossScaleState
 
 _FLOAT32 = np.finfo(np.float32)
 _BITS_FADED = 4
-_BITS_PER_REPEATED_OVERFLOW = 8
+_BITS_PER_REPEAT = 8
 _BITS_PER_QUIET_STEP = 4
+_QUIET_STEPS = 32
 
 
 class HeadroomRuleState(NamedTuple):
@@ -73,17 +74,20 @@ def headroom_loss_scale(
     back sooner:
 
         nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
-        each step:  peak = peak * 2**(-4 / history)
+        finite:     peak = peak * 2**(-4 / history)
 
     and `history` steps after the last nonfinite step the peak is forgotten.
 
-    **Search.** In a row of nonfinite steps, each one after the first also divides the
-    scale by `2**8`, until a step is finite; then the formula holds again. So a sudden
-    rise of the gradients costs few skips, and a row of bad batches is forgiven.
+    **Search.** In a row of nonfinite steps, each one after the first leaves the peak as
+    it is, and divides the scale by `2**8`. The first finite step still runs with that
+    low scale, and then the formula holds again. So a sudden rise of the gradients
+    costs few skips, and after a row of bad batches the scale is as low as after one.
 
-    **Zeros.** A step whose gradients are all zero is remembered as 0. A scale that is
-    too low may be the reason. So once 7/8 of the `recent` steps were all zero in a row,
-    the older ones are forgotten, and each further zero multiplies the scale by `2**4`.
+    **Zeros.** A step whose gradients are all zero is remembered as 0, unless it comes
+    right after a search, which may be the reason. After 32 remembered zeros in a row
+    (or `recent`, if that is less) the scale is probably too low: `recent` is forgotten,
+    and from then on each zero divides the peak by `2**4` or, if there is no peak,
+    multiplies the scale by `2**4`.
 
     `update(..., grads_finite=False)` counts as an overflow. In `adjust`,
     `grads_finite=False` with a finite `grads_max` does not: the magnitude is
@@ -148,9 +152,8 @@ def headroom_loss_scale(
     largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
     largest = min(largest, float(_FLOAT32.max))
     largest_usable = largest * 2.0**-margin_bits
-    quiet_steps = recent_steps - recent_steps // 8
-    ages = np.arange(history)[::-1]
-    fading = np.exp2(-_BITS_FADED * ages / history).astype(np.float32)
+    quiet_steps = min(recent_steps, _QUIET_STEPS)
+    fading_per_step = 2.0 ** (-_BITS_FADED / history)
 
     def init() -> LossScaleState:
         rule_state = HeadroomRuleState(
@@ -173,37 +176,48 @@ def headroom_loss_scale(
         overflowed = ~jnp.isfinite(grads_max)
         exponent_bounds = exponents_within(bounds(state.step_count))
         low, high = map(power_of_two, exponent_bounds)
-        s = state.loss_scale
-        recent, peaks = usable_memory(state, low)
-        peak = jnp.max(peaks * fading)
+        memory = usable_memory(state, low)
+        is_repeated = overflowed & (memory.peaks[-1] > 0)
+        assumed = assumed_magnitude(memory, is_repeated, state.loss_scale, low, high)
 
-        is_repeated = overflowed & (peaks[-1] > 0)
-        # Where a bound holds the scale, the peak starts and ends at that bound.
-        largest_recent = _first_nonzero(jnp.max(recent), largest_usable / s)
-        assumed = _first_nonzero(peak, largest_recent)
-        assumed = 2 * jnp.maximum(assumed, largest_usable / high)
-        assumed = jnp.minimum(assumed, largest_usable / low)
-        assumed = jnp.clip(assumed, _FLOAT32.tiny, _FLOAT32.max)
-        peak = jnp.where(overflowed, assumed, peak)
-        peaks = _append(peaks, jnp.where(overflowed, assumed, 0.0))
-        recent = jnp.where(overflowed, recent, _append(recent, grads_max))
-
-        is_quiet = ~overflowed & (state.step_count >= quiet_steps)
-        is_quiet &= jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
-        bits = _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
-        peak, peaks = (each * power_of_two(-bits) for each in (peak, peaks))
+        is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
+        is_zero_after_search &= grads_max < _FLOAT32.tiny
+        is_unknown = overflowed | is_zero_after_search
+        recent = _append(memory.recent, grads_max)
+        recent = jnp.where(is_unknown, memory.recent, recent)
+        is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
+        is_quiet &= ~is_unknown & (state.step_count >= quiet_steps)
         recent = jnp.where(is_quiet, 0.0, recent)
+        fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)
+        peaks = _append(memory.peaks * fading, jnp.where(overflowed, assumed, 0.0))
+        peak = jnp.where(overflowed, assumed, jnp.max(memory.peaks) * fading)
 
-        old_exponent = split(s).exponent
         top = jnp.maximum(jnp.max(recent), peak)
+        old_exponent = split(state.loss_scale).exponent
+        raised = old_exponent + _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
+        lowered = old_exponent - _BITS_PER_REPEAT * is_repeated.astype(jnp.int32)
         exponent = exponent_of_quotient(split_number(largest_usable), split(top))
-        exponent = jnp.where(top >= _FLOAT32.tiny, exponent, old_exponent + bits)
-        bits = _BITS_PER_REPEATED_OVERFLOW * is_repeated.astype(jnp.int32)
-        lowered = jnp.minimum(exponent, old_exponent - bits)
-        exponent = jnp.where(overflowed, lowered, exponent)
+        exponent = jnp.where(top >= _FLOAT32.tiny, exponent, raised)
+        exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
         s = power_of_two(jnp.clip(exponent, *exponent_bounds))
         finite = jnp.asarray(grads_finite, bool) & ~overflowed
         return count_step(state, finite, s, HeadroomRuleState(recent, peaks))
+
+    def assumed_magnitude(
+        memory: HeadroomRuleState,
+        is_repeated: jax.Array,
+        s: jax.Array,
+        low: jax.Array,
+        high: jax.Array,
+    ) -> jax.Array:
+        """The peak after an overflow: one bit more, but only once in a row."""
+        base = _first_nonzero(jnp.max(memory.recent), largest_usable / s)
+        base = _first_nonzero(jnp.max(memory.peaks), base)
+        # Where a bound holds the scale, the peak starts and ends at that bound.
+        base = jnp.maximum(base, largest_usable / high)
+        assumed = base * jnp.where(is_repeated, 1.0, 2.0)
+        assumed = jnp.minimum(assumed, largest_usable / low)
+        return jnp.clip(assumed, _FLOAT32.tiny, _FLOAT32.max)
 
     def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
         """The memory without numbers that cannot be right."""
@@ -219,7 +233,7 @@ def headroom_loss_scale(
         # At the floor even a magnitude that overflows is right.
         limit = jnp.where(s > low, largest / low, _FLOAT32.max)
         recent = jnp.where((recent >= 0) & (recent <= limit), recent, 0.0)
-        is_right = (peaks >= 0) & (peaks * fading <= largest / s)
+        is_right = (peaks >= 0) & (peaks <= largest / s)
         return HeadroomRuleState(recent, jnp.where(is_right, peaks, 0.0))
 
     return LossScale(init, adjust, needs_grads_max=True)
