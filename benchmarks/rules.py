@@ -1,10 +1,12 @@
-"""Runs every rule on traces of gradient magnitudes: two tables and a picture.
+"""Runs every rule on traces of gradient magnitudes: four tables and a picture.
 
     python benchmarks/rules.py [--json FILE] [--plot FILE]
 
 A trace gives log2 of the gradients' largest magnitude at each step. A rule skips a step
-if this magnitude times the scale exceeds float16's largest value. Five traces are made
-up; `record_traces.py` recorded three more in `traces.npz`.
+if this magnitude times the scale exceeds float16's largest value; if the product is
+below float16's smallest value, the rule sees zero. Five traces are made up;
+`record_traces.py` recorded three more in `traces.npz`. The third table has bad batches
+at many times and levels, the fourth activations larger than the parameters' gradients.
 """
 
 import argparse
@@ -31,6 +33,7 @@ RULES = {f"presets.{name}": getattr(ols.presets, name)() for name in PRESETS}
 RULES["dynamic_loss_scale"] = ols.dynamic_loss_scale()
 RULES["smooth_loss_scale"] = ols.smooth_loss_scale()
 RULES["headroom_loss_scale"] = ols.headroom_loss_scale()
+COMPARED = ["presets.torch", "headroom_loss_scale"]
 DRAWN = {
     "presets.torch": {"color": "#0072B2"},
     "presets.megatron": {"color": "#E69F00", "linestyle": ":"},
@@ -86,12 +89,15 @@ def recorded_traces() -> dict[str, Trace]:
     return {name: Trace(*column) for name, column in columns.items()}
 
 
-def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    rule: ols.LossScale, largest: np.ndarray, more_bits: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Runs a rule on traces, all of them at once.
 
     Args:
       rule: A loss scale rule.
       largest: log2 of the largest magnitude, `f32[runs, steps]`.
+      more_bits: By how much something else overflows earlier, such as activations.
 
     Returns:
       The scale before each step, and whether the step was applied; `[runs, steps]`.
@@ -99,7 +105,9 @@ def run(rule: ols.LossScale, largest: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
     def step(state, largest):
         magnitude = jnp.exp2(largest)
-        finite = magnitude * state.loss_scale <= FLOAT16_MAX  # False for NaN.
+        scaled = magnitude * state.loss_scale
+        finite = scaled * 2.0**more_bits <= FLOAT16_MAX  # False for NaN.
+        magnitude = jnp.where(scaled > 2.0**-25, magnitude, 0.0)
         after = rule.adjust(state, finite, jnp.where(finite, magnitude, jnp.inf))
         return after, (state.loss_scale, finite)
 
@@ -127,6 +135,76 @@ def measure(trace: Trace, scales: np.ndarray, applied: np.ndarray) -> dict[str, 
         "steps to scale": float(np.median(reached)),
         "flushed": float(np.mean(flushed[applied])),
     }
+
+
+def nan_histories() -> dict[str, np.ndarray]:
+    """For each pattern, whether each step is a bad batch; `bool[steps]`."""
+    rng = np.random.default_rng(0)
+    steps = np.arange(STEPS)
+    periods = [100, 300, 500, 1000, 2000, 2300]
+    patterns = {f"every {period} steps": steps % period == 50 for period in periods}
+    for period in (100, 1000, 2000):
+        bad = rng.random(STEPS) < 1 / period
+        patterns[f"at random, one in {period}"] = bad
+    patterns["20 in a row, every 2000"] = steps % 2000 < 20
+    patterns["20 in turn with good ones, once"] = (steps < 540) & (steps >= 500)
+    patterns["20 in turn with good ones, once"] &= steps % 2 == 0
+    patterns["5 in turn with good ones, every 1000"] = steps % 1000 < 10
+    patterns["5 in turn with good ones, every 1000"] &= steps % 2 == 0
+    return patterns
+
+
+def nan_table() -> list[dict[str, str]]:
+    """Prints a table of bad batches, at levels from 0 to 30 bits below the top."""
+    rng = np.random.default_rng(1)
+    levels = np.repeat(np.arange(0, 31, 3), 2)[:, None]
+    noise = (
+        0.5
+        * rng.normal(size=(len(levels), STEPS))
+        * (np.arange(len(levels)) % 2)[:, None]
+    )
+    calm = np.log2(FLOAT16_MAX) - levels + noise
+    rows = []
+    for pattern, bad in nan_histories().items():
+        largest = np.where(bad, np.nan, calm)
+        row = {"bad batches": pattern}
+        figures = {}
+        for name in COMPARED:
+            scales, applied = run(RULES[name], largest)
+            bits = np.log2(scales)
+            unused = np.log2(FLOAT16_MAX) - bits - calm
+            flushed = norm.cdf((-25 - bits - (calm - noise - 20)) / 6)
+            zero = applied & (calm + bits <= -25)
+            figures[name] = np.array(
+                [np.mean(x, axis=1, where=applied) for x in (unused, flushed, zero)]
+            )
+            unused, flushed, zero = figures[name].mean(axis=1)
+            row[name] = f"{unused:.1f} / {flushed:.1%} / {zero:.1%}"
+        more = (figures[COMPARED[1]] - figures[COMPARED[0]]).max(axis=1)
+        row["at most more"] = (
+            f"{more[0]:.2f} / {100 * more[1]:.2f} / {100 * more[2]:.2f}"
+        )
+        rows.append(row)
+    print_table(rows)
+    return rows
+
+
+def activations_table(traces: dict[str, Trace]) -> list[dict[str, str]]:
+    """Prints a table of traces in which activations overflow before the parameters."""
+    rows = []
+    for more_bits in (8.0, 12.0):
+        for kind in ("stationary", "decaying 8 bits", "sudden rise of 9 bits"):
+            row = {"trace": kind, "bits above": f"{more_bits:.0f}"}
+            for name in COMPARED:
+                scales, applied = run(RULES[name], traces[kind].largest, more_bits)
+                unused = (
+                    np.log2(FLOAT16_MAX / scales) - traces[kind].largest - more_bits
+                )
+                skips = np.mean(np.sum(~applied, axis=1))
+                row[name] = f"{skips:.1f} / {np.mean(unused[applied]):.1f}"
+            rows.append(row)
+    print_table(rows)
+    return rows
 
 
 def cell(result: dict[str, Any]) -> str:
@@ -206,6 +284,10 @@ def main() -> None:
     results = {"synthetic": table(traces, runs)}
     print()
     results["recorded"] = table(recorded, run_all(recorded))
+    print("\nBad batches; unused bits / flushed to zero / updates that are all zero\n")
+    results["bad batches"] = nan_table()
+    print("\nActivations that overflow before the parameters; skips / unused bits\n")
+    results["activations"] = activations_table(traces)
     if arguments.plot is not None:
         plot(traces, runs, arguments.plot)
     if arguments.json is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,25 @@ def check_bounds(
         cap = value_at(high, step_count, LARGEST_SCALE)
         return jnp.minimum(value_at(low, step_count, SMALLEST_SCALE), cap), cap
 
+    return bounds
+
+
+def check_power_of_two_bounds(
+    min_scale: ScaleBound, max_scale: ScaleBound
+) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
+    """`check_bounds` for a rule whose scale is always a power of two.
+
+    Fixed bounds must have one between them. Where scheduled ones have none, the cap
+    wins.
+    """
+    bounds = check_bounds(min_scale, max_scale)
+    if not callable(min_scale) and not callable(max_scale):
+        low, high = np.float32(min_scale), np.float32(max_scale)
+        if 2.0 ** math.floor(math.log2(high)) < low:
+            raise ValueError(
+                "`min_scale` and `max_scale` must have a power of two between them, "
+                f"got {min_scale} and {max_scale}. (The scale is a power of two.)"
+            )
     return bounds
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from optax_lossscale._bits import (
-    Split,
     exponent_of_quotient,
     exponents_within,
     power_of_two,
@@ -19,17 +18,20 @@ from optax_lossscale._bits import (
     split_number,
 )
 from optax_lossscale._checks import (
-    check_bounds,
     check_count,
     check_float_dtype,
     check_number,
+    check_power_of_two_bounds,
     check_scale,
 )
 from optax_lossscale._rules import LossScale, count_step, first_state
 from optax_lossscale._state import LossScaleState
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_BITS_PER_REPEATED_OVERFLOW = 8
+_FLOAT32 = np.finfo(np.float32)
+_BITS_FADED = 4
+_BITS_PER_REPEAT = 8
+_BITS_PER_QUIET_STEP = 4
+_QUIET_STEPS = 32
 
 
 class HeadroomRuleState(NamedTuple):
@@ -37,8 +39,9 @@ class HeadroomRuleState(NamedTuple):
 
     Attributes:
       recent: `f32[recent]`, in the unit of the gradients. The largest magnitude of each
-        of the last steps, oldest first; 0 for an overflow, or if no step was taken yet.
-      peaks: `f32[history]`. The peaks of the last steps; 0 for all other steps.
+        of the last finite steps, oldest first; 0 if no step was taken yet.
+      peaks: `f32[history]`, in the same unit. For each of the last steps that
+        overflowed, the magnitude that is assumed; 0 for all other steps.
     """
 
     recent: jax.Array
@@ -57,43 +60,53 @@ def headroom_loss_scale(
 ) -> LossScale:
     """The largest loss scale that leaves a margin above the latest gradients.
 
-    The rule remembers the largest magnitude of the unscaled gradients for each of the
-    last `recent` steps, and the peaks among the last `history` steps. Each step sets
+    With `recent`, the largest magnitudes of the unscaled gradients in the last finite
+    steps, and `peak`, a magnitude that stands for the overflows of the last `history`
+    steps, each step sets
 
-        top = max(max(recent), max(peaks))
-        s = 2**floor(log2(finfo(dtype).max / top) - margin_bits)
+        s = 2**floor(log2(finfo(dtype).max / max(recent, peak)) - margin_bits)
 
     within the bounds. So one step is enough to find a suitable scale. If the gradients
     shrink, the scale rises `recent` steps later.
 
-    A peak is a magnitude that overflowed, or that would have overflowed with the scale
-    that the formula gives for the recent steps alone. The size of an overflow is
-    unknown, except that it is above `finfo(dtype).max / s`; the rule remembers twice
-    that.
+    **Nonfinite steps.** The size of an overflow is unknown, and a batch with NaN looks
+    the same. So a nonfinite step costs one bit, as in PyTorch's rule, but the bit comes
+    back sooner:
 
-    In a row of overflows only the first is remembered. Each further one divides the
-    scale by `2**8`; the first finite step still runs with that low scale, and then the
-    scale is set by the formula again. So a large rise of the gradients costs few skips.
-    A row of bad batches, whose NaN no scale would have prevented, costs one skip each;
-    afterwards the scale is as low as after a single bad batch.
+        nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
+        finite:     peak = peak * 2**(-4 / history)
 
-    A step whose gradients are all zero is remembered as 0. While nothing else is
-    remembered, the scale stays as it is during the first `recent` steps of the run.
-    After those it doubles on every step, because a scale that is too low may be the
-    reason why the gradients are zero.
+    and `history` steps after the last nonfinite step the peak is forgotten.
+
+    **Search.** In a row of nonfinite steps, each one after the first leaves the peak as
+    it is, and divides the scale by `2**8`. The first finite step still runs with that
+    low scale, and then the formula holds again. So a sudden rise of the gradients
+    costs few skips, and after a row of bad batches the scale is as low as after one.
+
+    **Zeros.** A step whose gradients are all zero is remembered as 0, unless it comes
+    right after a search, which may be the reason. After 32 remembered zeros in a row
+    (or `recent`, if that is less) the scale is probably too low: `recent` is forgotten,
+    and from then on each zero divides the peak by `2**4` or, if there is no peak,
+    multiplies the scale by `2**4`.
 
     `update(..., grads_finite=False)` counts as an overflow. In `adjust`,
     `grads_finite=False` with a finite `grads_max` does not: the magnitude is
     remembered. A step that only `check_updates` skips is not remembered at all.
 
+    A remembered number that cannot be right, say from a damaged checkpoint, is ignored:
+    NaN, an infinity, a negative number, a peak that would overflow at the present
+    scale, a magnitude that would overflow at the floor.
+
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may
         lie outside the bounds, which apply from the first step on.
-      history: For how many steps a peak is remembered, at least 1. With a longer
-        history fewer peaks overflow, but the scale rises later after each.
-      recent: For how many steps every magnitude is remembered, at least 1; values above
-        `history` mean `history`. With a larger value the scale follows shrinking
-        gradients later.
+      history: For how many steps an overflow is remembered, at least 1; meanwhile its
+        peak fades by 4 bits. With a longer history fewer steps overflow, but the scale
+        rises later after each. Above 8000, bits come back more slowly than in
+        PyTorch's rule.
+      recent: For how many finite steps every magnitude is remembered, at least 1;
+        values above `history` mean `history`. With a larger value the scale follows
+        shrinking gradients later.
       margin_bits: Bits left free above the largest magnitude remembered, from 0 to 126.
         The rule sees only the gradients of parameters. Gradients of activations may be
         larger, and so may those of each device before they are averaged: raise the
@@ -101,7 +114,7 @@ def headroom_loss_scale(
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
-        to a power of two. Where a scheduled floor exceeds the cap, the cap wins.
+        to a power of two. Where a scheduled floor then exceeds the cap, the cap wins.
       dtype: The floating dtype of the backward pass, in which gradients overflow.
 
     Returns:
@@ -110,8 +123,9 @@ def headroom_loss_scale(
       `set_loss_scale` sets lasts for one step.
 
     Raises:
-      ValueError: If a setting is outside its range, or the floor exceeds the cap.
-        `adjust` raises it if `grads_max` is missing.
+      ValueError: If a setting is outside its range, the floor exceeds the cap, or no
+        power of two lies between them. `adjust` raises it if `grads_max` is missing, or
+        if the state was saved with another `recent` or `history`.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -122,22 +136,24 @@ def headroom_loss_scale(
       32768.0
       >>> state = rule.adjust(state, grads_finite=False, grads_max=float("inf"))
       >>> print(state.loss_scale)
-      8192.0
+      16384.0
 
     References:
       NVIDIA's Transformer Engine, `DelayedScaling`, keeps such a history for each
       float8 tensor (https://github.com/NVIDIA/TransformerEngine). Departures: one
-      history serves all gradients, overflows enter it too, and peaks are remembered
-      longer. The defaults were chosen on the traces in `benchmarks/README.md`.
+      history serves all gradients, and overflows are remembered longer. The defaults
+      were chosen on traces like those in `benchmarks/README.md`, with other seeds.
     """
     first_scale = 2.0 ** (math.frexp(check_scale("init_scale", init_scale))[1] - 1)
     history = check_count("history", history)
     recent_steps = min(check_count("recent", recent), history)
     margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
-    bounds = check_bounds(min_scale, max_scale)
+    bounds = check_power_of_two_bounds(min_scale, max_scale)
     largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
-    largest = min(largest, _FLOAT32_MAX)
+    largest = min(largest, float(_FLOAT32.max))
     largest_usable = largest * 2.0**-margin_bits
+    quiet_steps = min(recent_steps, _QUIET_STEPS)
+    fading_per_step = 2.0 ** (-_BITS_FADED / history)
 
     def init() -> LossScaleState:
         rule_state = HeadroomRuleState(
@@ -158,55 +174,74 @@ def headroom_loss_scale(
             )
         grads_max = jnp.asarray(grads_max, jnp.float32)
         overflowed = ~jnp.isfinite(grads_max)
-        # A step that was skipped for another reason has its magnitude remembered.
-        last_overflowed = ~state.last_finite & (state.rule_state.recent[-1] == 0)
-        is_repeated = overflowed & last_overflowed
+        exponent_bounds = exponents_within(bounds(state.step_count))
+        low, high = map(power_of_two, exponent_bounds)
+        memory = usable_memory(state, low)
+        is_repeated = overflowed & (memory.peaks[-1] > 0)
+        assumed = assumed_magnitude(memory, is_repeated, state.loss_scale, low, high)
 
-        memory = remember(state, grads_max, overflowed, is_repeated)
-        exponent = exponent_for(memory, state)
-        lowered = split(state.loss_scale).exponent - _BITS_PER_REPEATED_OVERFLOW
-        exponent = jnp.where(is_repeated, jnp.minimum(exponent, lowered), exponent)
+        is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
+        is_zero_after_search &= grads_max < _FLOAT32.tiny
+        is_unknown = overflowed | is_zero_after_search
+        recent = _append(memory.recent, grads_max)
+        recent = jnp.where(is_unknown, memory.recent, recent)
+        is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
+        is_quiet &= ~is_unknown & (state.step_count >= quiet_steps)
+        recent = jnp.where(is_quiet, 0.0, recent)
+        fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)
+        peaks = _append(memory.peaks * fading, jnp.where(overflowed, assumed, 0.0))
+        peak = jnp.where(overflowed, assumed, jnp.max(memory.peaks) * fading)
 
-        min_exponent, max_exponent = exponents_within(bounds(state.step_count))
-        s = power_of_two(jnp.clip(exponent, min_exponent, max_exponent))
+        top = jnp.maximum(jnp.max(recent), peak)
+        old_exponent = split(state.loss_scale).exponent
+        raised = old_exponent + _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
+        lowered = old_exponent - _BITS_PER_REPEAT * is_repeated.astype(jnp.int32)
+        exponent = exponent_of_quotient(split_number(largest_usable), split(top))
+        exponent = jnp.where(top >= _FLOAT32.tiny, exponent, raised)
+        exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
+        s = power_of_two(jnp.clip(exponent, *exponent_bounds))
         finite = jnp.asarray(grads_finite, bool) & ~overflowed
-        return count_step(state, finite, s, memory)
+        return count_step(state, finite, s, HeadroomRuleState(recent, peaks))
 
-    def remember(
-        state: LossScaleState,
-        grads_max: jax.Array,
-        overflowed: jax.Array,
+    def assumed_magnitude(
+        memory: HeadroomRuleState,
         is_repeated: jax.Array,
-    ) -> HeadroomRuleState:
-        """Enters one step into the history."""
+        s: jax.Array,
+        low: jax.Array,
+        high: jax.Array,
+    ) -> jax.Array:
+        """The peak after an overflow: one bit more, but only once in a row."""
+        base = _first_nonzero(jnp.max(memory.recent), largest_usable / s)
+        base = _first_nonzero(jnp.max(memory.peaks), base)
+        # Where a bound holds the scale, the peak starts and ends at that bound.
+        base = jnp.maximum(base, largest_usable / high)
+        assumed = base * jnp.where(is_repeated, 1.0, 2.0)
+        assumed = jnp.minimum(assumed, largest_usable / low)
+        return jnp.clip(assumed, _FLOAT32.tiny, _FLOAT32.max)
+
+    def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
+        """The memory without numbers that cannot be right."""
         recent, peaks = state.rule_state
-        recent_max = split(jnp.max(recent))
-        allowed_exponent = exponent_of_quotient(
-            split_number(largest_usable), recent_max
-        )
-        fitting_exponent = exponent_of_quotient(split_number(largest), split(grads_max))
-        is_peak = _is_normal(recent_max) & (allowed_exponent > fitting_exponent)
-        assumed = jnp.minimum(2 * (largest / state.loss_scale), _FLOAT32_MAX)
-
-        peak = jnp.where(is_peak, grads_max, 0)
-        peak = jnp.where(overflowed, jnp.where(is_repeated, 0, assumed), peak)
-        recent = _append(recent, jnp.where(overflowed, 0, grads_max))
-        return HeadroomRuleState(recent, _append(peaks, peak))
-
-    def exponent_for(memory: HeadroomRuleState, state: LossScaleState) -> jax.Array:
-        """The exponent of the largest scale that leaves the margin."""
-        top = split(jnp.maximum(jnp.max(memory.recent), jnp.max(memory.peaks)))
-        is_full = state.step_count >= recent_steps
-        exponent_if_empty = split(state.loss_scale).exponent + jnp.where(is_full, 1, 0)
-        exponent = exponent_of_quotient(split_number(largest_usable), top)
-        return jnp.where(_is_normal(top), exponent, exponent_if_empty)
+        if jnp.shape(recent) != (recent_steps,) or jnp.shape(peaks) != (history,):
+            raise ValueError(
+                f"`state` must come from a rule with `recent` {recent_steps} and "
+                f"`history` {history}, got arrays of shapes {jnp.shape(recent)} and "
+                f"{jnp.shape(peaks)}. (Give the rule the settings that the state was "
+                "saved with, or start it anew: `adopt_inner_state`.)"
+            )
+        s = state.loss_scale
+        # At the floor even a magnitude that overflows is right.
+        limit = jnp.where(s > low, largest / low, _FLOAT32.max)
+        recent = jnp.where((recent >= 0) & (recent <= limit), recent, 0.0)
+        is_right = (peaks >= 0) & (peaks <= largest / s)
+        return HeadroomRuleState(recent, jnp.where(is_right, peaks, 0.0))
 
     return LossScale(init, adjust, needs_grads_max=True)
 
 
-def _is_normal(magnitude: Split) -> jax.Array:
-    """False for zero and for subnormal numbers, which some platforms flush to zero."""
-    return magnitude.exponent >= -126
+def _first_nonzero(first: jax.Array, second: jax.Array) -> jax.Array:
+    """The first unless it is zero or subnormal, which some platforms flush to zero."""
+    return jnp.where(first >= _FLOAT32.tiny, first, second)
 
 
 def _append(history: jax.Array, entry: jax.Array) -> jax.Array:

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._bits import exponents_within, power_of_two
-from optax_lossscale._checks import check_bounds, check_number, check_scale
+from optax_lossscale._checks import (
+    check_number,
+    check_power_of_two_bounds,
+    check_scale,
+)
 from optax_lossscale._rules import LossScale, count_step, first_state
 from optax_lossscale._state import LossScaleState
 
@@ -58,7 +62,7 @@ def smooth_loss_scale(
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
-        to a power of two. Where a scheduled floor exceeds the cap, the cap wins.
+        to a power of two. Where a scheduled floor then exceeds the cap, the cap wins.
 
     Returns:
       A `LossScale`; its `rule_state` is a NamedTuple `(fraction,)` of `f32[]`, and `e`
@@ -66,7 +70,8 @@ def smooth_loss_scale(
       the new scale, even if that is not a power of two.
 
     Raises:
-      ValueError: If a setting is outside its range, or the bounds are inverted.
+      ValueError: If a setting is outside its range, the bounds are inverted, or no
+        power of two lies between them.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -90,7 +95,7 @@ def smooth_loss_scale(
     # Much smaller steps would be rounded away when added to a fraction in float32.
     growth_bits = check_number("growth_bits", growth_bits, 2.0**-20, 126.0)
     backoff_bits = check_number("backoff_bits", backoff_bits, 2.0**-20, 126.0)
-    bounds = check_bounds(min_scale, max_scale)
+    bounds = check_power_of_two_bounds(min_scale, max_scale)
 
     def init() -> LossScaleState:
         fraction = jnp.asarray(math.log2(mantissa) + 1, jnp.float32)

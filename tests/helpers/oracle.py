@@ -130,10 +130,12 @@ def run_headroom(
     margin_bits: float,
 ) -> list[float]:
     """The scale after each step, in exact fractions; only the margin is rounded."""
-    s, was_finite, trace = init_scale, True, []
-    magnitudes, peaks = [0], [0]
-    largest = Fraction(65504)
+    recent = min(recent, history)
+    quiet = min(recent, 32)
+    fading = np.float32(2 ** (-4 / history))
     usable = Fraction(float(np.float32(65504 * 2.0**-margin_bits)))
+    magnitudes, peak, age = [Fraction(0)] * recent, np.float32(0), 0
+    s, row, trace = init_scale, 0, []
 
     def below(limit: Fraction) -> float:
         """The largest power of two that is at most the limit."""
@@ -143,24 +145,29 @@ def run_headroom(
         return power
 
     for steps, maximum in enumerate(maxima):
-        finite = math.isfinite(maximum)
-        repeated = not finite and not was_finite
-        was_finite = finite
-        if finite:
-            calm = max(magnitudes[-min(recent, history) :])
-            is_peak = (
-                calm and Fraction(below(usable / calm)) * Fraction(maximum) > largest
-            )
-            magnitudes.append(Fraction(maximum))
-            peaks.append(Fraction(maximum) if is_peak else 0)
+        age += 1
+        if age > history:
+            peak = np.float32(0)
+        new = s
+        if math.isfinite(maximum):
+            is_known = maximum or row < min(2, history)
+            if is_known:
+                magnitudes = [*magnitudes[1:], Fraction(maximum)]
+            before, peak = peak, peak * fading
+            if is_known and steps >= quiet and not any(magnitudes[-quiet:]):
+                magnitudes = [Fraction(0)] * recent
+                peak = before * np.float32(2.0**-4)
+                new = s * 2**4
         else:
-            magnitudes.append(0)
-            peaks.append(0 if repeated else 2 * largest / Fraction(s))
-        top = max(magnitudes[-min(recent, history) :] + peaks[-history:])
-        unknown = s * 2 if steps >= min(recent, history) else s
-        new = below(usable / top) if top else unknown
-        if repeated:
-            new = min(new, s / 2**8)
+            base = Fraction(float(peak)) or max(magnitudes) or usable / Fraction(s)
+            lowest, highest = (usable / Fraction(b) for b in (max_scale, min_scale))
+            assumed = max(base, lowest) * (1 if row else 2)
+            peak, age = np.float32(float(min(assumed, highest))), 0
+        top = max(*magnitudes, Fraction(float(peak)))
+        new = below(usable / top) if top else new
+        if not math.isfinite(maximum):
+            new = min(new, s / 2**8 if row else s)
+        row = 0 if math.isfinite(maximum) else row + 1
         s = min(max(new, min_scale), max_scale)
         trace.append(s)
     return trace

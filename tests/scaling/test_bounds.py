@@ -94,3 +94,26 @@ def test_a_schedule_must_return_one_number():
     for value in (jnp.ones(2), (1.0, 2.0)):
         with pytest.raises(ValueError, match=message):
             ols.dynamic_loss_scale(min_scale=lambda step, value=value: value)
+
+
+@pytest.mark.parametrize("name", ["smooth", "headroom"])
+@pytest.mark.parametrize("bounds", [(5.0, 7.0), (2.0**-3 * 1.5, 2.0**-3 * 1.5)])
+def test_fixed_bounds_without_a_power_of_two_between_them_are_refused(name, bounds):
+    with pytest.raises(ValueError, match="must have a power of two between them"):
+        RULES[name](min_scale=bounds[0], max_scale=bounds[1])
+
+
+@pytest.mark.parametrize("name", ["smooth", "headroom"])
+@pytest.mark.parametrize(
+    "bounds", [(4.0, 4.0), (4.0, 7.0), (5.0, 8.0), (2.0**-126,) * 2]
+)
+def test_fixed_bounds_may_touch_a_power_of_two(name, bounds):
+    rule = RULES[name](min_scale=bounds[0], max_scale=bounds[1])
+    scale = rule.adjust(rule.init(), True, 1.0).loss_scale
+    assert bounds[0] <= scale <= bounds[1]
+
+
+@pytest.mark.parametrize("name", ["smooth", "headroom"])
+def test_the_cap_wins_where_scheduled_bounds_have_no_power_of_two_between_them(name):
+    rule = RULES[name](min_scale=lambda step: 5.0, max_scale=7.0)
+    assert rule.adjust(rule.init(), True, 1.0).loss_scale == 4

@@ -2,17 +2,20 @@
 
 import math
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
 from helpers import oracle, strategies
 from helpers.compare import assert_same_bits
 from helpers.history import scales_after, states_after
+from helpers.inner import lenient
 
 INF = math.inf
 
@@ -95,30 +98,143 @@ def test_the_scale_rises_again_after_more_bad_batches_than_the_history_holds():
     assert trace[-1] == 2.0**24
 
 
-def test_a_peak_is_remembered_for_as_long_as_the_history():
-    rule = ols.headroom_loss_scale(history=3, margin_bits=0.0)
-    calm, peak = 1.0, 2.0**4
-    expected = [2.0**15, 2.0**11, 2.0**11, 2.0**11, 2.0**15]
-    assert scales_after(rule, [calm, peak, calm, calm, calm]) == expected
-
-
-def test_a_maximum_that_is_not_a_peak_is_remembered_only_for_the_recent_steps():
+def test_a_magnitude_is_remembered_only_for_the_recent_steps():
     rule = ols.headroom_loss_scale(history=100, recent=3, margin_bits=1.0)
-    # A maximum of 2 would not have overflowed, so it is no peak.
-    assert scales_after(rule, [2.0, 1.5, 1.0, 1.0])[-1] == 2.0**14
-    assert scales_after(rule, [1.0] * 9 + [2.0**6] + [1.0] * 99)[9:] == [2.0**8] * 100
-    assert scales_after(rule, [1.0] * 9 + [2.0**6] + [1.0] * 100)[-1] == 2.0**14
+    assert scales_after(rule, [1.0, 8.0, 1.0, 1.0, 1.0])[1:] == [2.0**11] * 3 + [
+        2.0**14
+    ]
+
+
+def test_a_nonfinite_step_costs_one_bit_that_comes_back():
+    rule = ols.headroom_loss_scale(history=40, recent=4, margin_bits=0.0)
+    trace = scales_after(rule, [1.5] * 4 + [INF] + [1.5] * 9)
+    # The peak starts at 3 and loses a bit in 10 steps; 65504 / 3 is 0.41 bits above
+    # 2**14, and 65504 / 1.5 as much above 2**15. So 6 steps suffice.
+    assert trace[3:] == [2.0**15] + [2.0**14] * 6 + [2.0**15] * 4
 
 
 @pytest.mark.parametrize("bad", [1, 3, 12])
-def test_bad_batches_lower_the_scale_only_until_the_history_has_passed(bad):
+def test_a_row_of_bad_batches_lowers_the_scale_by_one_bit_for_at_most_the_history(bad):
     rule = ols.headroom_loss_scale(history=64)
-    maxima = [1.0] * 100 + [INF] * bad + [1.0] * 64
-    trace = scales_after(rule, maxima)
+    trace = scales_after(rule, [1.0] * 100 + [INF] * bad + [1.0] * 64)
     assert trace[99] == 2.0**15
-    # Right after them the scale is two bits lower, and after the history it is back.
-    assert trace[100 + bad] == 2.0**13
+    assert trace[100 + bad] == 2.0**14
     assert trace[-1] == 2.0**15
+
+
+def test_bad_batches_in_turn_with_good_ones_cost_a_bit_each():
+    rule = ols.headroom_loss_scale(history=2400, recent=4, margin_bits=0.0)
+    trace = scales_after(rule, [1.5] * 4 + [INF, 1.5] * 5)
+    assert trace[4::2] == [2.0**e for e in (14, 13, 12, 11, 10)]
+
+
+def test_what_is_remembered_of_an_overflow_ends_with_the_history():
+    rule = ols.headroom_loss_scale(history=16, recent=4, margin_bits=0.0)
+    trace = scales_after(rule, [1.5] * 4 + [INF, 1.5] * 8 + [1.5] * 16)
+    # The peak was 3 * 2**7 and has faded by 7/4 bits until the last overflow; since
+    # then 16 steps have taken a quarter of a bit each.
+    assert trace[-3:] == [2.0**12, 2.0**13, 2.0**15]
+
+
+def test_a_search_is_taken_back_while_gradients_are_all_zero():
+    rule = ols.headroom_loss_scale(recent=16, margin_bits=0.0)
+    maxima = [1.5] * 20 + [INF] * 4 + [0.0] + [INF] * 4 + [0.0] * 9
+    trace = scales_after(rule, maxima)
+    assert trace[23] == 2.0**-10
+    assert trace[24] == 2.0**14
+    assert trace[28] == 2.0**-11
+    assert trace[29:] == [2.0**13] * 9
+
+
+def train(rule, true_maxima):
+    """Scale, whether finite, and whether zero, of each step in float16; NaN is bad."""
+
+    def step(state, magnitude):
+        scaled = magnitude * state.loss_scale
+        finite = scaled <= 65504  # False for NaN.
+        zero = finite & (scaled <= 2.0**-25)
+        seen = jnp.where(finite, jnp.where(zero, 0.0, magnitude), INF)
+        return rule.adjust(state, finite, seen), (state.loss_scale, finite, zero)
+
+    return jax.lax.scan(step, rule.init(), jnp.asarray(true_maxima, jnp.float32))[1]
+
+
+TORCH, HEADROOM = ols.presets.torch(), ols.headroom_loss_scale()
+
+
+@jax.jit
+@jax.vmap
+def train_both(true_maxima):
+    return train(TORCH, true_maxima), train(HEADROOM, true_maxima)
+
+
+def both(true_maxima):
+    """What `train` gives for the rule of torch and for ours, as NumPy arrays."""
+    return jax.device_get(train_both(np.asarray(true_maxima, np.float32)))
+
+
+def longest_row(zero, finite):
+    """The most all-zero updates in a row; skipped steps between them do not count."""
+    row = longest = 0
+    for is_zero in zero[finite]:
+        row = row + 1 if is_zero else 0
+        longest = max(longest, row)
+    return longest
+
+
+@pytest.mark.parametrize("level", [0, 15, 30])
+def test_headroom_loses_no_more_to_nan_batches_than_the_rule_of_torch(level):
+    periods = [100, 300, 500, 1000, 2000, 2300]
+    maxima = np.full((len(periods), 10_000), 65504 * 2.0**-level, np.float32)
+    for row, period in zip(maxima, periods, strict=True):
+        row[period - 1 :: period] = np.nan
+    torch, ours = both(maxima)
+    assert np.all(ours[2].sum(axis=1) <= torch[2].sum(axis=1))
+    unused = [
+        np.nanmean(np.log2(65504 / maxima / scales), axis=1)
+        for scales, _, _ in (torch, ours)
+    ]
+    assert np.all(unused[1] <= unused[0] + 1)
+
+
+def test_bad_batches_in_turn_with_good_ones_cause_no_update_of_zeros():
+    maxima = np.full(4000, 0.125)
+    maxima[500:540:2] = np.nan
+    torch, ours = both([maxima])
+    assert (torch[2].sum(), ours[2].sum()) == (0, 0)
+
+
+# A symbol stands for many steps, so that a history has many regimes. The numbers are
+# bits below the largest magnitude that float16 can hold without a scale.
+symbols = st.sampled_from([math.nan, math.nan, 0.0, 8.0, 16.0, 24.0, 30.0])
+segments = st.tuples(st.lists(symbols, min_size=1, max_size=4), st.integers(1, 120))
+STEPS = 2000
+
+
+@given(st.lists(segments, min_size=1, max_size=30))
+def test_updates_are_zero_for_at_most_the_recent_steps_where_torch_has_none(history):
+    bits = [bit for pattern, times in history for bit in pattern * times][:STEPS]
+    bits += [history[0][0][0]] * (STEPS - len(bits))
+    torch, ours = both([65504 * 2.0 ** -np.asarray(bits)])
+    assume(not np.any(torch[2]))
+    assert ours[2].sum() <= 64
+
+
+@given(st.lists(segments, min_size=1, max_size=30))
+def test_the_same_holds_if_magnitudes_reach_down_to_what_torch_can_still_see(history):
+    # Here a number is the share of float16's 40 binades, at the scale of torch.
+    scales, finite_row = 16, 0
+    maxima = []
+    bits = [bit for pattern, times in history for bit in pattern * times][:STEPS]
+    for bit in bits + [30.0] * (STEPS - len(bits)):
+        maxima.append(65504 * 2.0 ** (-bit * 40.8 / 30 - scales))
+        finite_row = 0 if math.isnan(bit) else finite_row + 1
+        scales += -1 if math.isnan(bit) else finite_row == 2000
+        finite_row %= 2000
+    assume(scales >= -24)
+    torch, ours = both([maxima])
+    assert not np.any(torch[2])
+    assert longest_row(ours[2][0], ours[1][0]) <= 64
 
 
 def test_a_sudden_rise_of_nine_bits_costs_at_most_three_skips():
@@ -144,10 +260,57 @@ def test_an_overflow_after_a_step_skipped_for_its_loss_counts_as_the_first():
     state = rule.adjust(rule.init(), True, 1.0)
     state = rule.adjust(state, grads_finite=False, grads_max=1.0)
     state = rule.adjust(state, grads_finite=False, grads_max=INF)
-    assert state.loss_scale == 2.0**10
-    assert (
-        rule.adjust(state, True, 1.0).loss_scale == 2.0**10
-    )  # The overflow was remembered.
+    assert state.loss_scale == 2.0**12
+    assert state.rule_state.peaks[-1] == 2
+
+
+def test_an_overflow_after_zeros_and_a_step_skipped_for_its_updates_is_the_first():
+    rule = ols.headroom_loss_scale(2.0**10)
+    tx = ols.loss_scaled(lenient(optax.scale(INF)), rule, check_updates=True)
+    state = tx.init(jnp.ones(2))
+    for grads in (jnp.zeros(2), jnp.ones(2), jnp.full(2, INF)):
+        _, state = tx.update(grads, state)
+    assert ols.find_loss_scale_state(state).total_notfinite == 3
+    assert ols.get_loss_scale(state) == 2.0**9
+
+
+DAMAGES = [math.nan, INF, -INF, -1.0, 1e20, 3e38]
+
+
+@pytest.mark.parametrize("bad", DAMAGES)
+@pytest.mark.parametrize("field", ["recent", "peaks"])
+@pytest.mark.parametrize("where", [slice(None), 0, 2, -1])
+@pytest.mark.parametrize("maximum", [1.0, INF])
+def test_a_number_that_cannot_be_right_is_ignored(bad, field, where, maximum):
+    rule = ols.headroom_loss_scale(recent=4, history=4, margin_bits=0.0)
+    state = rule.adjust(rule.init(), True, 1.0)
+    memory = getattr(state.rule_state, field).at[where].set(bad)
+    damaged = state._replace(rule_state=state.rule_state._replace(**{field: memory}))
+    after = rule.adjust(damaged, maximum < INF, maximum)
+    assert after.loss_scale == (2.0**15 if maximum < INF else 2.0**14)
+    assert all(np.all(np.isfinite(leaf) & (leaf >= 0)) for leaf in after.rule_state)
+
+
+def test_a_peak_that_would_overflow_at_the_present_scale_is_ignored():
+    rule = ols.headroom_loss_scale(margin_bits=0.0)
+    state = rule.adjust(rule.init(), True, 1.0)
+    peaks = state.rule_state.peaks.at[-1].set(2.0**10)
+    damaged = state._replace(rule_state=state.rule_state._replace(peaks=peaks))
+    assert rule.adjust(damaged, True, 1.0).loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("setting", ["recent", "history"])
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_state_that_was_saved_with_other_settings_is_refused(setting, run):
+    settings = {"recent": 4, "history": 8}
+    saved = ols.headroom_loss_scale(**settings | {setting: 6}).init()
+    rule = ols.headroom_loss_scale(**settings)
+    restored = flax.serialization.from_bytes(
+        rule.init(), flax.serialization.to_bytes(saved)
+    )
+    message = "`recent` 4 and `history` 8, got .*6.*Give the rule the settings"
+    with pytest.raises(ValueError, match=message):
+        run(rule.adjust)(restored, True, 1.0)
 
 
 def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
@@ -191,6 +354,7 @@ def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected)
         ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
         ({"init_scale": 0.0}, ValueError, "`init_scale` must be positive"),
         ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, "Did you swap them"),
+        ({"min_scale": 5.0, "max_scale": 7.0}, ValueError, "a power of two between"),
     ],
 )
 def test_headroom_refuses_a_bad_setting(settings, error, message):
