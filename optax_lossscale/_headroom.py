@@ -180,11 +180,13 @@ def headroom_loss_scale(
         is_repeated = overflowed & (memory.peaks[-1] > 0)
         assumed = assumed_magnitude(memory, is_repeated, state.loss_scale, low, high)
 
+        # The low scale of a search may have flushed the gradients to zero.
         is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
         is_zero_after_search &= grads_max < _FLOAT32.tiny
         is_unknown = overflowed | is_zero_after_search
         recent = _append(memory.recent, grads_max)
         recent = jnp.where(is_unknown, memory.recent, recent)
+        # After so many zeros the scale is probably too low.
         is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
         is_quiet &= ~is_unknown & (state.step_count >= quiet_steps)
         recent = jnp.where(is_quiet, 0.0, recent)

@@ -110,8 +110,8 @@ def smooth_loss_scale(
         finite = jnp.asarray(grads_finite, bool)
         low, high = map(power_of_two, exponents_within(bounds(state.step_count)))
         fraction = state.rule_state.fraction
-        # A damaged checkpoint may hold NaN.
-        fraction = jnp.where(jnp.isnan(fraction), 0.0, fraction)
+        # A damaged checkpoint may hold NaN or any other number.
+        fraction = jnp.where((fraction >= 0) & (fraction < 1), fraction, 0.0)
         fraction += jnp.where(finite, growth_bits, -backoff_bits)
         whole = jnp.floor(fraction)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))

@@ -70,10 +70,11 @@ def test_the_smooth_rule_continues_from_a_scale_that_was_set():
     assert rule.adjust(state, False).loss_scale == 500
 
 
-def test_the_smooth_rule_treats_a_fraction_that_is_nan_as_zero():
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, 1.0, 1e30])
+def test_the_smooth_rule_treats_a_fraction_out_of_range_as_zero(bad):
     rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
     state = rule.init()
-    rule_state = state.rule_state._replace(fraction=jnp.asarray(math.nan, jnp.float32))
+    rule_state = state.rule_state._replace(fraction=jnp.asarray(bad, jnp.float32))
     damaged = state._replace(rule_state=rule_state)
     assert_same_bits(rule.adjust(damaged, True), rule.adjust(state, True))
 
