@@ -181,12 +181,13 @@ def dynamic_loss_scale(
     ) -> LossScaleState:
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
-        growth_count, hysteresis_count = state.rule_state
-        n = optax.safe_increment(growth_count)
+        # Counts of a damaged checkpoint could keep the scale from ever changing.
+        n = optax.safe_increment(jnp.maximum(state.rule_state.growth_count, 0))
+        h = jnp.minimum(state.rule_state.hysteresis_count, hysteresis)
         grow = finite & (n >= growth_interval)
         n = jnp.where(finite & ~grow, n, 0)
         refill = finite if hysteresis_refill == "finite" else grow
-        h = jnp.where(finite, hysteresis_count, jnp.maximum(hysteresis_count - 1, 0))
+        h = jnp.where(finite, h, jnp.maximum(h - 1, 0))
         h = jnp.where(refill, hysteresis, h)
         back_off = ~finite & (h == 0)
 

@@ -25,6 +25,22 @@ def test_the_scale_grows_exactly_on_the_last_finite_step_of_the_interval():
     assert scales(rule, [True] * 7) == [8, 8, 8, 16, 16, 16, 32, 32]
 
 
+@pytest.mark.parametrize("damaged", [-(2**31), -5, 2**31 - 1])
+def test_damaged_counts_do_not_keep_the_scale_from_changing(damaged):
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=3, hysteresis=2)
+    state = rule.init()
+    count = jnp.asarray(damaged, jnp.int32)
+    state = state._replace(rule_state=ols._rules.DynamicRuleState(count, count))
+    for _ in range(2):
+        state = rule.adjust(state, False)
+    backed_off = state.loss_scale
+    assert backed_off < 8.0
+    state = state._replace(rule_state=state.rule_state._replace(growth_count=count))
+    for _ in range(3):
+        state = rule.adjust(state, True)
+    assert state.loss_scale > backed_off
+
+
 def test_by_default_the_scale_grows_on_the_2000th_finite_step():
     rule = ols.dynamic_loss_scale(8.0)
     state = rule.init()
