@@ -183,7 +183,7 @@ def dynamic_loss_scale(
         finite = jnp.asarray(grads_finite, bool)
         # Counts of a damaged checkpoint could keep the scale from ever changing.
         n = optax.safe_increment(jnp.maximum(state.rule_state.growth_count, 0))
-        h = jnp.minimum(state.rule_state.hysteresis_count, hysteresis)
+        h = jnp.clip(state.rule_state.hysteresis_count, 0, hysteresis)
         grow = finite & (n >= growth_interval)
         n = jnp.where(finite & ~grow, n, 0)
         refill = finite if hysteresis_refill == "finite" else grow
