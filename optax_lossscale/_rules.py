@@ -181,8 +181,10 @@ def dynamic_loss_scale(
     ) -> LossScaleState:
         del grads_max
         finite = jnp.asarray(grads_finite, bool)
-        # Counts of a damaged checkpoint could keep the scale from ever changing.
-        n = optax.safe_increment(jnp.maximum(state.rule_state.growth_count, 0))
+        # A damaged count could keep the scale from ever changing; so it delays a growth
+        # by one interval at most. In DeepSpeed's preset the count starts at -1.
+        n = jnp.maximum(state.rule_state.growth_count, -growth_interval)
+        n = optax.safe_increment(n)
         h = jnp.clip(state.rule_state.hysteresis_count, 0, hysteresis)
         grow = finite & (n >= growth_interval)
         n = jnp.where(finite & ~grow, n, 0)

@@ -105,7 +105,7 @@ def test_a_while_loop_of_a_batch_has_forward_derivatives_and_can_be_nested():
 @pytest.mark.parametrize(
     "name",
     [
-        "poisson",
+        pytest.param("poisson", marks=pytest.mark.slow),
         pytest.param("binomial", marks=pytest.mark.slow),
         pytest.param("gamma", marks=pytest.mark.slow),
     ],

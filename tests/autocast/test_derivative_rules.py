@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.programs import dtypes_of
+from helpers.thin import thin
 from helpers.under_autocast import (
     HALF,
     W,
@@ -145,7 +146,9 @@ def route_jvp_rule(primals, tangents):
 
 
 @pytest.mark.parametrize("route", [route_vjp, route_jvp])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+@pytest.mark.parametrize(
+    "wrap", thin([lambda f: f, jax.jit, jax.checkpoint, jax.vmap], fast=[jax.jit])
+)
 def test_functions_with_rules_and_results_without_derivatives_run_low(route, wrap):
     def fun(w, x):
         y, best, positive, key, two = route(w, x)
@@ -214,6 +217,7 @@ def test_rules_inside_rules_keep_each_rule(optimize):
     assert_close(jax.grad(cast)(W, X), jax.grad(fun)(W, X))
 
 
+@pytest.mark.slow
 def test_implicit_and_linear_rules_give_right_gradients():
     def fun(w, x):
         matrix = 3 * jnp.eye(4) + w / 4

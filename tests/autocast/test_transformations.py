@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.programs import dtypes_of
+from helpers.thin import thin
 from helpers.under_autocast import (
     HALF,
     W,
@@ -171,7 +172,9 @@ def test_gradients_on_an_explicit_mesh_are_right():
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 does not export the primitive")
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize(
+    "wrap", thin([lambda f: f, jax.jit, jax.checkpoint], fast=[jax.jit])
+)
 def test_taylor_series_are_right(wrap):
     def fun(x):
         return jax.nn.softmax(jnp.tanh(x @ W) @ W) * jnp.exp(x)

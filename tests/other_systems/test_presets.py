@@ -11,6 +11,7 @@ import optax_lossscale as ols
 from helpers import oracle, strategies
 from helpers.compare import types
 from helpers.history import states_after
+from helpers.thin import thin
 from optax_lossscale import presets
 
 TINY = 2.0**-126
@@ -125,6 +126,7 @@ def test_megatron_hysteresis_is_refilled_by_growth_alone():
     ]
 
 
+@pytest.mark.slow
 @given(
     strategies.histories,
     st.integers(1, 6),
@@ -279,7 +281,7 @@ def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
         getattr(presets, name)(**settings)
 
 
-@pytest.mark.parametrize("factor", [3, 1.7, 7, 10.0])
+@pytest.mark.parametrize("factor", thin([3, 1.7, 7, 10.0], fast=[3]))
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("name", ["jmp", "mindspore_dynamic", "fairseq"])
 def test_backoff_divides_by_the_factor_as_the_system_does(name, is_jitted, factor):

@@ -12,6 +12,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, assert_within_ulp, types
 from helpers.inner import lenient
+from helpers.thin import thin
 
 # Optax warns of optimizers that it will remove; until then they are tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
@@ -134,7 +135,7 @@ FACTORIES = {
 }
 MATRIX = sorted(FACTORIES - LEFT_OUT.keys())
 
-# The fast command runs only these eagerly and under scan; it runs all of them jitted.
+# The fast command runs only these.
 REPRESENTATIVE = {
     "adafactor",
     "adam",
@@ -152,10 +153,7 @@ REPRESENTATIVE = {
     "schedule_free",
     "sgd",
 }
-MATRIX_BY_SPEED = [
-    name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow)
-    for name in MATRIX
-]
+MATRIX_BY_SPEED = thin(MATRIX, fast=REPRESENTATIVE)
 
 
 def make(name):
@@ -218,7 +216,7 @@ def test_an_eager_bad_step_changes_no_bit_of_parameters_or_inner_state(name):
     assert ols.get_loss_scale(after) == SCALE / 2
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", MATRIX_BY_SPEED)
 def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
     bare_jitted = jax.jit(lambda p, s: bare_step(name, bare, p, s))

@@ -36,7 +36,7 @@ def test_damaged_counts_do_not_keep_the_scale_from_changing(damaged):
     backed_off = state.loss_scale
     assert backed_off < 8.0
     state = state._replace(rule_state=state.rule_state._replace(growth_count=count))
-    for _ in range(3):
+    for _ in range(2 * 3):
         state = rule.adjust(state, True)
     assert state.loss_scale > backed_off
 
