@@ -7,7 +7,6 @@ Each time is the median of some rounds, in which the two take turns.
 
 import argparse
 import json
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import optax_lossscale as ols
 from _lib.devices import use_host_cpu
 from _lib.models import Encoder
 from _lib.tables import print_table, versions
+from optax_lossscale._checks import check_output_file
 
 WIDTH, HEADS, BATCH, LENGTH = 64, 4, 4, 32
 Case = tuple[Callable[..., jax.Array], Any, jax.Array]
@@ -185,7 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=pathlib.Path, help="write the tables to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the tables to a file"
+    )
     arguments = parser.parse_args()
     use_host_cpu()
     tables = {

@@ -9,7 +9,6 @@ search is for magnitudes of at most 30 bits, one for all that float16 has.
 
 import argparse
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
+from optax_lossscale._checks import check_output_file
 
 STEPS, HISTORIES, KEPT = 1500, 128, 16
 TOP = np.log2(65504.0)
@@ -126,7 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=pathlib.Path, help="write the table to a file")
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the table to a file"
+    )
     arguments = parser.parse_args()
     print(
         f"{versions()}; {STEPS} steps, of which torch's rule makes no update of zeros\n"

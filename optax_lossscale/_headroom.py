@@ -188,7 +188,9 @@ def headroom_loss_scale(
         recent = jnp.where(is_unknown, memory.recent, recent)
         # After so many zeros the scale is probably too low.
         is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
-        is_quiet &= ~is_unknown & (state.step_count >= quiet_steps)
+        # A damaged count may be negative.
+        is_full = (state.step_count >= quiet_steps) | (state.step_count < 0)
+        is_quiet &= ~is_unknown & is_full
         recent = jnp.where(is_quiet, 0.0, recent)
         fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)
         peaks = _append(memory.peaks * fading, jnp.where(overflowed, assumed, 0.0))

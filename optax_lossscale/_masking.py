@@ -33,7 +33,8 @@ def mask_inputs(is_applied: jax.Array, tree: PyTree) -> PyTree:
 def _is_masked(leaf: object) -> bool:
     if isinstance(leaf, float | complex):
         return not cmath.isfinite(leaf)
-    return is_floating_array(leaf)
+    # A `jax.ShapeDtypeStruct` has no entries.
+    return is_floating_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
 from optax_lossscale._tree import find_by_type, strengthen, unwrap
@@ -137,17 +136,26 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
 
 
 def with_arrays(state: LossScaleState) -> LossScaleState:
-    """Makes arrays of the numbers that a checkpoint may hold, in a state's dtypes."""
+    """The state with arrays, where a checkpoint may have restored numbers.
 
-    def as_array(leaf: PyTree) -> PyTree:
-        if not isinstance(leaf, int | float | np.generic | np.ndarray):
-            return strengthen(leaf)
-        kind = np.asarray(leaf).dtype.kind
-        dtype = {"b": jnp.bool_, "i": jnp.int32, "u": jnp.int32}.get(kind, jnp.float32)
-        return jnp.asarray(leaf, dtype)
+    `rule_state` is unchanged, since only the rule knows its dtypes.
+    """
+    return LossScaleState(
+        loss_scale=as_array(state.loss_scale, jnp.float32),
+        last_finite=as_array(state.last_finite, jnp.bool_),
+        notfinite_count=as_array(state.notfinite_count, jnp.int32),
+        total_notfinite=as_array(state.total_notfinite, jnp.int32),
+        step_count=as_array(state.step_count, jnp.int32),
+        rule_state=state.rule_state,
+    )
 
-    arrays: LossScaleState = jax.tree.map(as_array, state)
-    return arrays
+
+def as_array(restored: PyTree, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A strongly typed array of the array, number or list that was restored."""
+    is_array = isinstance(restored, jax.Array) and restored.dtype == dtype
+    array = restored if is_array else jnp.asarray(restored).astype(dtype)
+    strong: jax.Array = strengthen(array)
+    return strong
 
 
 def get_loss_scale(tree: PyTree) -> jax.Array:

@@ -27,8 +27,8 @@ from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
     MasterWeightsState,
+    as_array,
     is_usable,
-    with_arrays,
 )
 from optax_lossscale._tree import (
     check_structure,
@@ -155,7 +155,7 @@ def loss_scaled(
     """
     optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
     rule = _check_rule(loss_scale)
-    rule_structure = jax.tree.structure(jax.eval_shape(rule.init))
+    first_state = jax.eval_shape(rule.init)
     checks_updates = check_flag("check_updates", check_updates) and rule.skips
 
     def init(params: optax.Params) -> LossScaledState:
@@ -173,7 +173,7 @@ def loss_scaled(
         grads_finite: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        _check_state(state, rule_structure)
+        _check_state(state, first_state)
         loss_scale_state, inner_state = state
         if is_identity(rule):
             updates, new = optimizer.update(updates, inner_state, params, **extra_args)
@@ -182,7 +182,7 @@ def loss_scaled(
         grads, original_params = updates, params
         params = _wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
-        loss_scale_state = with_arrays(loss_scale_state)
+        loss_scale_state = _restore(loss_scale_state, first_state)
         loss_scale_state, was_usable = _repair_scale(loss_scale_state, rule)
         with jax.debug_infs(False):  # Here an infinity is a verdict and no fault.
             leaves = (where_true(mask, grads), _as_leaf(grads_finite))
@@ -344,14 +344,42 @@ def _check_not_nested(name: str, inner_state: PyTree) -> None:
         )
 
 
-def _check_state(state: LossScaledState, rule_structure: PyTree) -> None:
+def _check_state(state: LossScaledState, first: LossScaleState) -> None:
     is_state = isinstance(state, LossScaledState)
-    if not is_state or jax.tree.structure(state.loss_scale_state) != rule_structure:
+    if not is_state or not _has_structure(state.loss_scale_state, first):
         raise ValueError(
             "`state` must be a LossScaledState of this optimizer's own rule, got "
             f"{state.loss_scale_state.rule_state if is_state else type(state)}. (To "
             "change the rule: `adopt_inner_state(state.inner_state, loss_scale)`.)"
         )
+
+
+def _has_structure(state: PyTree, first: LossScaleState) -> bool:
+    """Whether a state has the structure of the first one; leaves may be lists."""
+    try:
+        jax.tree.map(lambda *_: None, first, state)
+    except ValueError:
+        return False
+    return True
+
+
+def _restore(state: LossScaleState, first: LossScaleState) -> LossScaleState:
+    """Makes arrays, in the dtypes of the first state, of what a checkpoint restored."""
+
+    def restore(new: jax.ShapeDtypeStruct, old: PyTree) -> jax.Array:
+        array = as_array(old, new.dtype)
+        # If only sizes differ, the rule knows better what to say.
+        if array.ndim != new.ndim:
+            raise ValueError(
+                "every array in the state of a loss scale must have as many axes as at "
+                f"first, got shape {array.shape} instead of {new.shape}. (If it holds "
+                "an entry for each device or ensemble member, call `update` under "
+                "`vmap`, `pmap` or `shard_map`.)"
+            )
+        return array
+
+    restored: LossScaleState = jax.tree.map(restore, first, state)
+    return restored
 
 
 def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:

@@ -36,9 +36,10 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
 
     Args:
       fun: A function that `autocast` returned, perhaps jitted, or that calls one. For
-        any other function, the report shows what `autocast(fun)` would do.
+        any other function, the report shows what `autocast(fun)` would do. For another
+        level or dtype, pass `autocast(fun, level="O2")`.
       *args: Its arguments; arrays, or `jax.ShapeDtypeStruct`.
-      **kwargs: Its keyword arguments.
+      **kwargs: Its keyword arguments; none are settings of `autocast`.
 
     Raises:
       TypeError: If `fun` is not a function.

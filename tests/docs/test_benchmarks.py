@@ -117,3 +117,11 @@ def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     tables = json.loads(path.read_text())
     assert len(tables["Tracing the gradient"]) == 6
     assert len(tables["Calls outside jit"]) == 3
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda p: p.stem)
+def test_no_benchmark_finds_out_at_its_end_that_its_file_cannot_be_written(path):
+    # Read and not run, so that each new benchmark is covered at no cost.
+    source = path.read_text()
+    assert ('"--json"' not in source) or ("type=check_output_file" in source)
+    assert "type=pathlib.Path" not in source

@@ -95,10 +95,17 @@ def numbers(state):
     return jax.tree.map(lambda leaf: leaf.item(), state)
 
 
+def unsigned(leaf):
+    return leaf.astype(jnp.uint16) if leaf.dtype == jnp.int32 else leaf
+
+
 RESTORED = {
     "Python": numbers,
     "NumPy": lambda state: jax.tree.map(lambda leaf: leaf.dtype.type(leaf), state),
     "NumPy, 64 bits": lambda state: jax.tree.map(np.asarray, numbers(state)),
+    "float": lambda state: jax.tree.map(float, state),
+    "JAX, float": lambda state: jax.tree.map(lambda leaf: leaf.astype(float), state),
+    "JAX, unsigned": lambda state: jax.tree.map(unsigned, state),
 }
 
 

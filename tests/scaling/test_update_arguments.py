@@ -93,6 +93,7 @@ CONSTANTS = {
     "class": jnp.float16,
     "dtype": np.dtype("float32"),
     "module": nn.Dense(2, dtype=jnp.float16),
+    "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
 }
 
 
