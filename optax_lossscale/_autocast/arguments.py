@@ -38,14 +38,6 @@ class Rest(NamedTuple):
         leaves = [next(given) if is_array else other for other, is_array in pairs]
         return jax.tree.unflatten(self.structure, leaves)
 
-    def is_hashable(self) -> bool:
-        """Whether it can be a static argument of a jitted function."""
-        try:
-            hash(self)
-        except TypeError:
-            return False
-        return True
-
 
 def partition(tree: PyTree) -> tuple[list[Any], Rest]:
     """The arrays of a tree, and the rest of it."""

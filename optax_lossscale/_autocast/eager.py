@@ -6,35 +6,18 @@ that it reads is immutable and still the same, then one compiled program gives t
 results, and is many times as fast.
 """
 
-import builtins
-import dis
 import functools
-import inspect
-import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import numpy as np
 
-_CONSTANTS = (bool, int, float, complex, str, bytes, np.dtype, type(None))
-# Libraries whose functions read nothing that a program changes.
-_LIBRARIES = ("jax", "jaxlib", "math", "operator", "optax", "optax_lossscale")
-# Builtin functions that may do or give something else at each call.
-_IMPURE = (
-    *("__import__", "breakpoint", "delattr", "eval", "exec", "globals", "id", "input"),
-    *("locals", "next", "open", "print", "setattr", "vars"),
-)
-# Instructions that change something outside of a function, or read it out of sight.
-_HIDDEN = (
-    *("DELETE_ATTR", "DELETE_GLOBAL", "IMPORT_NAME", "LOAD_BUILD_CLASS"),
-    *("STORE_ATTR", "STORE_GLOBAL"),
-)
+from optax_lossscale._autocast.reads import MayChangeError, Reads
 
-
-class _MayChangeError(Exception):
-    """Something that a function reads may change between its calls."""
+# A function of more values of its static arguments is compiled no more, because they
+# may be different at each call, such as the number of a step.
+_MOST_STATIC_VALUES = 8
 
 
 class _Caller:
@@ -50,53 +33,10 @@ class _Caller:
         return 0
 
 
-class _Reads:
-    """All that a function reads beside its arguments.
-
-    Attributes:
-      objects: The immutable objects, in the order in which they are found.
-      shape: In the same order, the number of each function, which is the same when it
-        is found again, and the length of each tuple.
-    """
-
-    def __init__(self, fun: object) -> None:
-        self.objects: list[object] = []
-        self.shape: list[int] = []
-        self._numbers: dict[int, int] = {}
-        self._find(fun)
-
-    def arrays(self) -> list[jax.Array]:
-        """The arrays among the objects."""
-        return [value for value in self.objects if isinstance(value, jax.Array)]
-
-    def _find(self, value: object) -> None:
-        """Adds a value; of a function or a tuple, all that it refers to."""
-        if isinstance(value, types.FunctionType) and not _is_of_library(value):
-            is_new = id(value) not in self._numbers
-            number = self._numbers.setdefault(id(value), len(self._numbers))
-            self.shape.append(number)
-            parts: Iterator[object] | tuple[object, ...] = (
-                _parts(value) if is_new else ()
-            )
-        elif isinstance(value, jax.stages.Wrapped):
-            parts = (inspect.getattr_static(value, "__wrapped__"),)
-            self.objects.append(value)
-        elif type(value) is tuple:
-            self.shape.append(len(value))
-            parts = value
-        elif is_immutable(value):
-            parts = ()
-            self.objects.append(value)
-        else:
-            raise _MayChangeError
-        for part in parts:
-            self._find(part)
-
-
 class _Compiled:
     """A compiled function, and what it read when it was compiled."""
 
-    def __init__(self, reads: _Reads, name: str, call: Callable[..., Any]) -> None:
+    def __init__(self, reads: Reads, name: str, call: Callable[..., Any]) -> None:
         def compiled(
             caller: _Caller, static: Hashable, captured: list[Any], *arrays: Any
         ) -> Any:
@@ -104,21 +44,28 @@ class _Compiled:
             return call(
                 fun,
                 static,
-                list(zip(_Reads(fun).arrays(), captured, strict=True)),
+                list(zip(Reads(fun).arrays(), captured, strict=True)),
                 *arrays,
             )
 
         compiled.__name__ = name
         self.call = jax.jit(compiled, static_argnums=(0, 1))
+        self.static_values: set[Hashable] = set()
         self.shape = reads.shape
         self.objects = list(map(_reference, reads.objects))
 
-    def is_valid(self, reads: _Reads) -> bool:
+    def is_valid(self, reads: Reads) -> bool:
         """Whether the function still reads the same objects."""
         if self.shape != reads.shape or len(self.objects) != len(reads.objects):
             return False
         pairs = zip(self.objects, reads.objects, strict=True)
         return all(reference() is value for reference, value in pairs)
+
+    def accepts(self, static: Hashable) -> bool:
+        """Whether it may be compiled for this value of its static arguments."""
+        if len(self.static_values) < _MOST_STATIC_VALUES:
+            self.static_values.add(static)
+        return static in self.static_values
 
 
 # By the code of a function, so that a lambda that is evaluated at each step is compiled
@@ -129,7 +76,10 @@ _COMPILED: weakref.WeakKeyDictionary[Any, dict[Hashable, _Compiled]] = (
 
 
 def compile_once(
-    fun: Callable[..., Any], settings: Hashable, call: Callable[..., Any]
+    fun: Callable[..., Any],
+    settings: Hashable,
+    call: Callable[..., Any],
+    static: Hashable,
 ) -> Callable[..., Any] | None:
     """Compiles `call(fun, static, captured, *arrays)`, in which `static` is static.
 
@@ -137,75 +87,23 @@ def compile_once(
     it. A compiled program that held the arrays itself would keep them alive.
 
     Returns:
-      The compiled function of `static` and the arrays, the same one while `fun` reads
-      the same objects. None if a compiled program might differ from a new trace.
+      The compiled function of the arrays, the same one while `fun` reads the same
+      objects. None if a compiled program might differ from a new trace.
     """
     try:
-        reads = _Reads(fun)
-    except _MayChangeError:
+        reads = Reads(fun)
+    except MayChangeError:
         return None
+    # The other settings of JAX are part of the key of a jitted function.
+    settings = (settings, jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
     by_settings = _COMPILED.setdefault(getattr(fun, "__code__", fun), {})
     if settings not in by_settings:
         name = getattr(fun, "__name__", "autocast")
         by_settings[settings] = _Compiled(reads, name, call)
     compiled = by_settings[settings]
-    if not compiled.is_valid(reads):
+    if not compiled.is_valid(reads) or not compiled.accepts(static):
         return None
-    caller, captured = _Caller(fun), reads.arrays()
-    return lambda static, *arrays: compiled.call(caller, static, captured, *arrays)
-
-
-def is_immutable(value: object) -> bool:
-    """Whether a value is a number, a string, an array, or a function of a library."""
-    if isinstance(value, jax.Array):
-        return not isinstance(value, jax.core.Tracer)
-    if isinstance(value, (*_CONSTANTS, types.CodeType)):
-        return True
-    is_function = callable(value) and not isinstance(value, functools.partial)
-    is_module = isinstance(value, types.ModuleType)
-    return (is_function or is_module) and _is_of_library(value)
-
-
-def _is_of_library(value: Any) -> bool:
-    is_module = isinstance(value, types.ModuleType)
-    name = value.__name__ if is_module else getattr(value, "__module__", None)
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
-
-
-def _parts(function: types.FunctionType) -> Iterator[object]:
-    """The objects that a Python function refers to."""
-    if set(vars(function)) - {"__wrapped__"}:  # Attributes, which it might read.
-        raise _MayChangeError
-    yield function.__code__
-    yield function.__defaults__
-    yield tuple((function.__kwdefaults__ or {}).values())
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError as error:  # The variable is not assigned yet.
-            raise _MayChangeError from error
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name]
-        elif name in _IMPURE or not hasattr(builtins, name):
-            raise _MayChangeError
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names of global variables that code reads."""
-    names: list[str] = []
-    for instruction in dis.get_instructions(code):
-        changes_cell = instruction.opname in ("STORE_DEREF", "DELETE_DEREF")
-        changes_cell &= instruction.argval in code.co_freevars
-        if instruction.opname in _HIDDEN or changes_cell:
-            raise _MayChangeError
-        if instruction.opname == "LOAD_GLOBAL":
-            names.append(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.extend(_global_names(constant))
-    return tuple(dict.fromkeys(names))
+    return functools.partial(compiled.call, _Caller(fun), static, reads.arrays())
 
 
 def _reference(value: object) -> Callable[[], object]:

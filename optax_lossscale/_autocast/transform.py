@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from optax_lossscale._autocast.arguments import (
     partition,
     parts_of,
 )
-from optax_lossscale._autocast.eager import compile_once, is_immutable
+from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.nnx import modules_of, states_of, update_modules
@@ -31,6 +32,7 @@ from optax_lossscale._autocast.notes import (
     without_notes,
 )
 from optax_lossscale._autocast.policy import Policy, make_policy
+from optax_lossscale._autocast.reads import MayChangeError, is_immutable, is_plain
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
@@ -144,11 +146,13 @@ def autocast(
         is_simple = not is_collecting() and not modules_of((args, kwargs))
         if is_simple and _is_concrete(arrays, rest):
             call = functools.partial(_call_for_arrays, policy)
-            compiled = compile_once(fun, policy, call)
+            # 1, 1.0 and True are equal, but may give other results.
+            static = (rest, repr(rest.others))
+            compiled = compile_once(fun, policy, call, static)
             if compiled is not None:
-                # 1, 1.0 and True are equal, but may give other results.
-                results = compiled((rest, repr(rest.others)), *arrays)
-                return results.func(*results.args)
+                with contextlib.suppress(MayChangeError):
+                    results = compiled(*arrays)
+                    return results.func(*results.args)
         return _call(fun, policy, args, kwargs)
 
     return cast_fun
@@ -196,6 +200,8 @@ def _call_for_arrays(
     """The same as `_call`, with the arrays of its arguments and results apart."""
     args, kwargs = static[0].merge(arrays)
     results, rest = partition(_call(fun, policy, args, kwargs, captured))
+    if not is_plain(rest.structure) or not all(map(is_immutable, rest.others)):
+        raise MayChangeError  # Every call would give the same object, such as a set.
     return Partial(rest.merge, results)
 
 
@@ -261,4 +267,9 @@ def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:
     """Whether all arrays have values, and no other argument can change."""
     kinds: Any = jax.core.Tracer | jax.ShapeDtypeStruct
     has_values = not any(isinstance(array, kinds) for array in arrays)
-    return has_values and rest.is_hashable() and all(map(is_immutable, rest.others))
+    if not has_values or not is_plain(rest.structure):
+        return False
+    # These settings look at each operation.
+    names = ("jax_debug_nans", "jax_debug_infs")
+    is_debugging = any(getattr(jax.config, name) for name in names)
+    return not is_debugging and all(map(is_immutable, rest.others))
