@@ -1,5 +1,7 @@
 """Strict JAX, eight CPU devices, and repeatable property tests."""
 
+import collections
+
 import hypothesis
 import jax
 import pytest
@@ -23,8 +25,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Property tests run in the slow command, too."""
-    if config.option.markexpr == "slow":
-        for item in items:
-            if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+    """Property tests run in the slow command, too, and most cases of large tables."""
+    counts = collections.Counter()
+    for item in items:
+        is_property = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
+        if is_property and config.option.markexpr == "slow":
+            item.add_marker("slow")
+        every = item.get_closest_marker("fast_every")
+        if every is not None:
+            function = item.nodeid.partition("[")[0]
+            if counts[function] % every.args[0]:
                 item.add_marker("slow")
+            counts[function] += 1

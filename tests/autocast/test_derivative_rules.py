@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.programs import dtypes_of
-from helpers.thin import thin
 from helpers.under_autocast import (
     HALF,
     W,
@@ -31,6 +30,7 @@ def test_the_gradient_of_relu_at_zero_is_zero():
     np.testing.assert_array_equal(grads, 0)
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize(
     "function",
     [
@@ -145,10 +145,9 @@ def route_jvp_rule(primals, tangents):
     return (y, *others), (dot, *map(float0_of, others))
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("route", [route_vjp, route_jvp])
-@pytest.mark.parametrize(
-    "wrap", thin([lambda f: f, jax.jit, jax.checkpoint, jax.vmap], fast=[jax.jit])
-)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.checkpoint, jax.vmap])
 def test_functions_with_rules_and_results_without_derivatives_run_low(route, wrap):
     def fun(w, x):
         y, best, positive, key, two = route(w, x)

@@ -210,6 +210,7 @@ def test_with_bfloat16_products_are_in_bfloat16():
     assert set(dtypes_of(jax.grad(cast), W, X)) == {("bfloat16", "bfloat16")}
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(

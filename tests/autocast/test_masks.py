@@ -8,7 +8,6 @@ from jax import lax
 
 import optax_lossscale as ols
 from helpers.programs import dtypes_of
-from helpers.thin import thin
 from helpers.under_autocast import HALF, W, X, assert_close
 
 LEVELS = [("float16", "O1"), ("float16", "O2"), ("float16", "O3"), ("bfloat16", "O1")]
@@ -55,7 +54,8 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", thin(MASKED, fast=list(MASKED)[:5]))
+@pytest.mark.fast_every(4)
+@pytest.mark.parametrize("name", MASKED)
 def test_the_entropy_of_masked_logits_is_that_of_float32(name):
     mask = mask_of(-1e9)
     expected = entropy(MASKED[name](W, X, mask))
@@ -81,8 +81,9 @@ def test_a_mask_of_infinities_stays_one():
     assert_close(cast(W, X, mask), jax.nn.softmax(masked(W, X, mask)))
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("dtype", thin([jnp.float16, jnp.bfloat16], [jnp.float16]))
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_gradient_past_a_mask_of_one_axis_is_right(dtype, level):
     def loss(w, x, mask):
         return jnp.sum(entropy(masked(w, x, mask)))
@@ -124,6 +125,7 @@ def test_a_product_that_stays_in_float32_is_not_rounded_with_its_bias():
     )
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("name", ["add", "maximum", "clip", "where", "jit", "quotient"])
 @pytest.mark.parametrize("small", [1e-6, 1e-8, 1e-12])
 def test_a_small_epsilon_keeps_a_logarithm_finite_at_every_level(name, small):

@@ -12,6 +12,7 @@ from helpers.programs import dtypes_of
 from helpers.under_autocast import W, X, assert_close
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", ["max", "min", "set", "add", "multiply", "apply"])
 def test_every_kind_of_scatter_runs(name):
     def fun(w, x):

@@ -9,7 +9,6 @@ from jax import lax
 
 import optax_lossscale as ols
 from helpers.programs import dtypes_of
-from helpers.thin import thin
 from helpers.under_autocast import HALF, W, X, assert_close
 
 EYE = jnp.eye(4)
@@ -55,7 +54,8 @@ SUMS_OF_SQUARES = {
 }
 
 
-@pytest.mark.parametrize("name", thin(SUMS_OF_SQUARES, fast=list(SUMS_OF_SQUARES)[::2]))
+@pytest.mark.fast_every(3)
+@pytest.mark.parametrize("name", SUMS_OF_SQUARES)
 def test_a_square_written_as_a_product_neither_overflows_nor_underflows(name):
     fun = SUMS_OF_SQUARES[name]
     for x in (LARGE, SMALL):

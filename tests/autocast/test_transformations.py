@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.programs import dtypes_of
-from helpers.thin import thin
 from helpers.under_autocast import (
     HALF,
     W,
@@ -107,11 +106,13 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_in_float16_in_functions_that_use_a_transformation(name):
     assert_autocast(PROGRAMS[name], W, X)
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -171,10 +172,9 @@ def test_gradients_on_an_explicit_mesh_are_right():
         assert_close(grads, jax.grad(dot_loss)(w, x))
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 does not export the primitive")
-@pytest.mark.parametrize(
-    "wrap", thin([lambda f: f, jax.jit, jax.checkpoint], fast=[jax.jit])
-)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.checkpoint])
 def test_taylor_series_are_right(wrap):
     def fun(x):
         return jax.nn.softmax(jnp.tanh(x @ W) @ W) * jnp.exp(x)

@@ -205,6 +205,7 @@ def max_rule():
     return ols.LossScale(init, adjust, needs_grads_max=True)
 
 
+@pytest.mark.fast_every(2)
 @PACKED
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("leaves", [pytest.param(1, marks=pytest.mark.slow), 12])
@@ -228,6 +229,7 @@ def test_the_check_needs_one_collective_that_carries_only_scalars(
     assert set(result) == {scalar}
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("specs", [TWO_AXES, {"a": P("data"), "c": P(None, "model")}])
 def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     mesh, params = sharded(specs, (AxisType.Explicit,) * 2)
@@ -266,6 +268,7 @@ def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axe
         assert set(result) == {"pred[]"}
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize(
     "axis_name",
     [
@@ -387,6 +390,7 @@ def accumulate(tx, params, state, batches, mean):
 MICRO_BATCHES = jnp.stack([BATCH, BAD_BATCH, 2 * BATCH, -BATCH, 0.5 * BATCH])
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("where", ["sharded jit", "shard_map"])
 def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices(where):
     def make(axis_name):
@@ -673,6 +677,7 @@ def test_under_pmap_without_an_axis_name_the_scales_of_devices_drift_apart():
     assert state.loss_scale_state.loss_scale.tolist() == expected
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("spec", [P("data"), P()])
 def test_with_out_shardings_for_init_the_step_is_compiled_only_once(spec):
     mesh, params = sharded(ONE_AXIS, (AxisType.Auto,), shape=(8,))

@@ -66,6 +66,7 @@ class NnxNet(nnx.Module):
         return self.out(nnx.tanh(self.hidden(x))).astype(jnp.float32)
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
 def test_an_nnx_optimizer_trains_skips_a_bad_step_and_continues(jit):
     model = NnxNet()

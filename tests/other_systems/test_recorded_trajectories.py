@@ -156,6 +156,7 @@ class Run:
         assert ols.get_loss_scale(self.opt_state) == self.real_scale[i]
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("trajectory", trajectories("keras"))
 def test_loss_scale_optimizer_follows_keras(trajectory):
     options, kwargs = trajectory["options"], trajectory["inner_kwargs"]

@@ -77,6 +77,7 @@ def test_a_schedule_can_return_an_integer(make):
     assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("make", RULES.values())
 def test_bounds_are_rounded_to_float32_in_x64_too(make):
     with enable_x64(True):

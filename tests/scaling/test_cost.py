@@ -40,6 +40,7 @@ def compiled_step(tx, dtype, cast):
     return lowered.compile()
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize(
     "dtype",
     [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float32],

@@ -27,6 +27,7 @@ def expected_histogram(values, low, high):
     return counts, int(np.sum(finite == 0)), int(np.sum(~np.isfinite(values)))
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("low", "high"),
@@ -115,6 +116,7 @@ def test_both_parts_of_a_complex_number_count():
 TARGETS = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("exponent", [-30, -1, 0, 15, 100])
 def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):

@@ -147,6 +147,7 @@ def concatenated(leaves):
     return list(_finite._concatenated([jnp.asarray(leaf) for leaf in leaves]))
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
 def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):

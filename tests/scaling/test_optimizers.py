@@ -12,7 +12,6 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, assert_within_ulp, types
 from helpers.inner import lenient
-from helpers.thin import thin
 
 # Optax warns of optimizers that it will remove; until then they are tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
@@ -153,7 +152,10 @@ REPRESENTATIVE = {
     "schedule_free",
     "sgd",
 }
-MATRIX_BY_SPEED = thin(MATRIX, fast=REPRESENTATIVE)
+MATRIX_BY_SPEED = [
+    name if name in REPRESENTATIVE else pytest.param(name, marks=pytest.mark.slow)
+    for name in MATRIX
+]
 
 
 def make(name):
@@ -232,6 +234,7 @@ def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name)
     assert types(after) == types(tx.init(PARAMS))
 
 
+@pytest.mark.fast_every(12)
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
 def test_one_scan_over_good_and_bad_steps_equals_two_shorter_scans(name):
     tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))

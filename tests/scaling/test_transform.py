@@ -181,6 +181,7 @@ def test_a_custom_rule_that_never_skips_is_told_that_every_step_is_finite():
     assert state.loss_scale_state.total_notfinite == 0
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_all_members_of_a_named_axis_skip_if_one_member_does(make, check_updates):
@@ -676,6 +677,7 @@ def test_jit_agrees_with_eager():
         assert_within_ulp(jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS), eager)
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("is_adam", [True, False])
 def test_in_an_ensemble_only_the_bad_member_skips(is_adam):
     tx = ols.loss_scaled(adam() if is_adam else optax.sgd(1.0), RULE)
