@@ -97,8 +97,9 @@ def autocast(
     in float32 with `full_precision`.
 
     **Outside `jit`** the function is traced at each call, because what it reads may
-    have changed. If it reads only its arguments, numbers, arrays and functions of JAX,
-    or of your own that do the same, then it is compiled once instead.
+    have changed. It is compiled once instead if it reads only its arguments, numbers,
+    arrays and functions of JAX, or of your own that do the same, and if the arguments
+    are arrays and constants in dicts, lists and tuples.
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
