@@ -60,24 +60,6 @@ def identity_of_literal(number: Any) -> Identity:
     return Identity((type(value), value), frozenset())
 
 
-def renumbered(identities: Sequence[Identity]) -> tuple[Hashable, list[Identity]]:
-    """The pattern of equal numbers, and new identities in the same pattern."""
-    fresh: dict[Any, tuple[int, Number]] = {}
-
-    def of(number: Any) -> tuple[int, Number]:
-        return fresh.setdefault(number, (len(fresh), Number()))
-
-    pairs = [(of(number), list(map(of, factors))) for number, factors in identities]
-    pattern = tuple(
-        (place, tuple(sorted(place for place, _ in factors)))
-        for (place, _), factors in pairs
-    )
-    return pattern, [
-        Identity(number, frozenset(number for _, number in factors))
-        for (_, number), factors in pairs
-    ]
-
-
 class Renumbering(NamedTuple):
     """New numbers for some identities, for a program that is kept for other calls.
 
