@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._autocast.nnx import is_nnx, is_state
+from optax_lossscale._nnx import is_nnx, is_state
 from optax_lossscale._types import PyTree
 
 

@@ -12,9 +12,9 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from optax_lossscale._autocast.arguments import partition
-from optax_lossscale._autocast.nnx import is_module
 from optax_lossscale._autocast.notes import Note, collect_notes
 from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._nnx import is_module
 from optax_lossscale._types import PyTree
 
 _SERIALS = itertools.count()

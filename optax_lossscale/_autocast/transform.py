@@ -23,7 +23,6 @@ from optax_lossscale._autocast.arguments import (
 from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
-from optax_lossscale._autocast.nnx import modules_of, states_of, update_modules
 from optax_lossscale._autocast.notes import (
     Caller,
     Note,
@@ -34,6 +33,7 @@ from optax_lossscale._autocast.notes import (
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.reads import MayChangeError, is_immutable, is_plain
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
+from optax_lossscale._nnx import modules_of, states_of, update_modules
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 

@@ -1,4 +1,4 @@
-"""Objects of `flax.nnx`, which a function under autocast may change in place."""
+"""Objects of `flax.nnx`, which a function may change in place."""
 
 import sys
 from collections.abc import Sequence
