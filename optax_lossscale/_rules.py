@@ -72,16 +72,37 @@ class LossScale(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that the rule was made with; empty for a rule of your own."""
-        _, settings = getattr(self.init, _MADE_BY, ("", {}))
-        return dict(settings)
+        made = _made_by(self)
+        return dict(made.settings) if made else {}
 
     def __repr__(self) -> str:
-        name, settings = getattr(self.init, _MADE_BY, ("LossScale", self._asdict()))
-        listed = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-        return f"{name}({listed})"
+        made = _made_by(self)
+        settings = made.settings if made else self._asdict()
+        listed = ", ".join(
+            f"{key}={value.__name__ if isinstance(value, type) else repr(value)}"
+            for key, value in settings.items()
+        )
+        return f"{made.name if made else 'LossScale'}({listed})"
 
 
-_MADE_BY = "made_by"  # An attribute of `init`, because the fields of a rule are fixed.
+class _MadeBy(NamedTuple):
+    """The function that made a rule. `init` has it as an attribute.
+
+    Attributes:
+      name: What a user calls the function.
+      settings: Its arguments by their names.
+      others: The other fields of the rule. A rule of your own with this `init` and
+        another `adjust` has other ones, and does not show these settings.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    others: tuple[Any, ...]
+
+
+def _made_by(rule: LossScale) -> _MadeBy | None:
+    made: _MadeBy | None = getattr(rule.init, "made_by", None)
+    return made if made and made.others == rule[1:] else None
 
 
 def shows_settings(
@@ -96,9 +117,11 @@ def shows_settings(
         rule = make_rule(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        init = functools.wraps(rule.init)(lambda: rule.init())
-        setattr(init, _MADE_BY, (place + make_rule.__name__, given.arguments))
-        return rule if is_identity(rule) else rule._replace(init=init)
+        if is_identity(rule):
+            return rule
+        init: Any = functools.wraps(rule.init)(lambda: rule.init())
+        init.made_by = _MadeBy(place + make_rule.__name__, given.arguments, rule[1:])
+        return rule._replace(init=init)
 
     return make
 
@@ -369,4 +392,4 @@ def _init_one() -> LossScaleState:
     return first_state(1.0, Unscaled())
 
 
-setattr(_init_one, _MADE_BY, ("no_loss_scale", {}))
+_init_one.made_by = _MadeBy("no_loss_scale", {}, no_loss_scale()[1:])  # type: ignore[attr-defined]

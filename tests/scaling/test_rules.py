@@ -341,6 +341,20 @@ def test_a_rule_of_your_own_shows_its_fields():
     )
 
 
+def test_a_rule_with_the_init_of_another_one_does_not_show_its_settings():
+    static = ols.static_loss_scale(8.0)
+    for rule in (
+        ols.LossScale(static.init, ols.dynamic_loss_scale().adjust),
+        static._replace(skips=False),
+    ):
+        assert rule.settings == {}
+        assert repr(rule).startswith("LossScale(init=")
+
+
+def test_a_dtype_is_shown_by_its_name():
+    assert repr(ols.headroom_loss_scale()).endswith("dtype=float16)")
+
+
 def test_settings_that_were_read_cannot_change_the_rule():
     rule = ols.dynamic_loss_scale(8.0)
     rule.settings["init_scale"] = 4.0
