@@ -5,6 +5,7 @@ Train with a scaled loss:
 * `loss_scaled` wraps an Optax optimizer: it unscales the gradients, skips a step that
   overflowed, and adjusts the loss scale;
 * `scaled_value_and_grad` and `scaled_grad` give it the gradients of the scaled loss;
+* `where_applied` lets a skipped step change nothing outside the optimizer either;
 * `loss_scale_optimizer` has Keras's signature; `ema_params` and `finalize_params` read
   its moving average.
 
@@ -44,6 +45,7 @@ from optax_lossscale._keras.optimizer import (
     finalize_params,
     loss_scale_optimizer,
 )
+from optax_lossscale._masking import where_applied
 from optax_lossscale._master_weights import cast_params, master_weights
 from optax_lossscale._rules import (
     LossScale,
@@ -103,4 +105,5 @@ __all__ = [
     "smooth_loss_scale",
     "static_loss_scale",
     "unscale",
+    "where_applied",
 ]

@@ -12,12 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._types import ScaleBound
+from optax_lossscale._types import PyTree, ScaleBound
 
 # Beyond 2**126 the reciprocal of a scale is subnormal. XLA flushes it to zero, and
 # with it every gradient. Below 2**-126 the scale itself is subnormal.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+
+
+def check_concrete(name: str, tree: PyTree, instead: str) -> None:
+    """Refuses traced arrays, which have no values, and says what to do instead."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"`{name}` must hold arrays with values, got traced ones, as inside `jit`. "
+            f"({instead})"
+        )
 
 
 def check_scales(name: str, value: jax.typing.ArrayLike) -> np.ndarray:

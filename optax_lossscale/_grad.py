@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._nnx import modules_of, value_and_grad_of_modules, wrt_of
 from optax_lossscale._scaling import scale
 from optax_lossscale._state import get_loss_scale
+from optax_lossscale._trainable import split_trainable
 from optax_lossscale._types import PyTree
 
 
@@ -30,6 +32,16 @@ def scaled_value_and_grad(
     `loss_scaled(...).update`, or to `unscale`. The loss is returned as `fun` computed
     it, before scaling, so it keeps its dtype, and the scale cannot make it overflow.
 
+    **What is differentiated.** As in JAX, the arguments that `argnums` names, but so
+    that a model of any framework can be passed as it is:
+
+    * Of an `nnx.Module`, the variables that an `nnx.Optimizer` passed as `state` was
+      made for (`wrt`), and `nnx.Param` otherwise. What the call changes in the module,
+      such as batch statistics and dropout counts, reaches the module.
+    * Of an `nnx.State`, the same variables, or all if it has none of them.
+    * Of any other tree, such as an Equinox module, the floating and complex arrays. All
+      other leaves are held fixed, and get None as gradients.
+
     A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
     itself, and in float16 `2**16` is infinity. So take the mean in float32:
     `per_example.astype(jnp.float32).mean()`.
@@ -38,9 +50,10 @@ def scaled_value_and_grad(
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
         of the loss and auxiliary data.
       state: A `LossScaleState`, or any pytree that holds exactly one.
-      argnums: As in `jax.value_and_grad`.
+      argnums: As in `jax.value_and_grad`; for modules also an `nnx.DiffState`.
       has_aux: As in `jax.value_and_grad`.
-      **jax_kwargs: Further keyword arguments of `jax.value_and_grad`.
+      **jax_kwargs: Further keyword arguments of `jax.value_and_grad`, or, for modules,
+        of `nnx.value_and_grad`.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or with
@@ -71,10 +84,9 @@ def scaled_value_and_grad(
             return result  # Not a pair: JAX raises the error.
         return scale(result[0], state), tuple(result)
 
-    value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **jax_kwargs)
-
     @functools.wraps(fun)
     def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
         (_, value), grads = value_and_grad(*args, **kwargs)
         return value, grads
 
@@ -130,3 +142,37 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad
+
+
+def _value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    wrt: Any,
+    jax_kwargs: dict[str, Any],
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a function with auxiliary data, for any kind of model."""
+
+    @functools.wraps(fun)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+        allow_int = jax_kwargs.get("allow_int", False)
+        trainable, merges = list(args), {}
+        for index in range(len(args)):
+            is_differentiated = index in numbers or index - len(args) in numbers
+            if is_differentiated and not modules_of(args[index]):
+                trainable[index], merges[index] = split_trainable(
+                    args[index], wrt, allow_int=allow_int
+                )
+
+        @functools.wraps(fun)
+        def merged_fun(*args: Any, **kwargs: Any) -> Any:
+            merged = (merges.get(i, lambda arg: arg)(arg) for i, arg in enumerate(args))
+            return fun(*merged, **kwargs)
+
+        if modules_of((args, kwargs)):
+            transform = value_and_grad_of_modules(argnums, wrt)
+        else:
+            transform = functools.partial(jax.value_and_grad, argnums=argnums)
+        return transform(merged_fun, has_aux=True, **jax_kwargs)(*trainable, **kwargs)
+
+    return value_and_grad

@@ -24,7 +24,7 @@ from optax_lossscale._checks import (
     check_power_of_two_bounds,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, count_step, first_state
+from optax_lossscale._rules import LossScale, count_step, first_state, shows_settings
 from optax_lossscale._state import LossScaleState
 
 _FLOAT32 = np.finfo(np.float32)
@@ -48,6 +48,7 @@ class HeadroomRuleState(NamedTuple):
     peaks: jax.Array
 
 
+@shows_settings
 def headroom_loss_scale(
     init_scale: float = 2.0**15,
     *,

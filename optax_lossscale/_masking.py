@@ -1,4 +1,4 @@
-"""Run an inner update so that a skipped step changes nothing.
+"""Run an inner update so that a skipped step changes nothing; where_applied.
 
 The gradients are masked before the update, so that the inner optimizer never sees a NaN
 or an infinity. The results are masked after it, so that nothing of a skipped step
@@ -17,7 +17,14 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._jaxprs import evaluate
-from optax_lossscale._tree import dtype_of, is_floating, is_floating_array, map_floating
+from optax_lossscale._state import find_loss_scale_state, with_arrays
+from optax_lossscale._tree import (
+    dtype_of,
+    is_floating,
+    is_floating_array,
+    is_wrapped,
+    map_floating,
+)
 from optax_lossscale._types import PyTree
 
 
@@ -66,16 +73,85 @@ def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
 @jax.jit
 def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state if the step is skipped."""
+    return jax.tree.map(lambda *arrays: _keep(is_applied, *arrays), new, old)
 
-    def select(new: jax.Array, old: jax.Array) -> jax.Array:
-        sharding = jax.typeof(new).sharding
-        if not sharding.mesh.empty and jax.typeof(old).sharding != sharding:
-            # On an explicit mesh a select needs equal shardings. The result is sharded
-            # as the bare optimizer's would be.
-            old = jax.sharding.reshard(old, sharding)
-        return jnp.where(is_applied, new, old)
+
+def _keep(is_applied: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
+    """One array of the new state if the step is applied, else of the old state."""
+    sharding = jax.typeof(new).sharding
+    if not sharding.mesh.empty and jax.typeof(old).sharding != sharding:
+        # On an explicit mesh a select needs equal shardings. The result is sharded as
+        # the bare optimizer's would be.
+        old = jax.sharding.reshard(old, sharding)
+    return jnp.where(is_applied, new, old)
+
+
+def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """Keeps `new` if the last step was applied, and `old` if it was skipped.
+
+        where(find_loss_scale_state(state).last_finite, new, old)
+
+    Use it after `update`, for what a step changes outside the optimizer and a skipped
+    step should not change, such as batch statistics or a target network.
+
+    In NNX, `nnx.state` returns the live variables, so `old` must be a copy:
+
+        old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+        loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
+        optimizer.update(model, grads)
+        new = nnx.state(model, nnx.BatchStat)
+        nnx.update(model, where_applied(optimizer, new, old))
+
+    Args:
+      state: What `update` returned, or any pytree that holds exactly one
+        `LossScaleState`.
+      new: A pytree of arrays of any shape and dtype. Leaves that are no arrays are
+        returned as they are.
+      old: A pytree of the same structure and shapes.
+
+    Returns:
+      A pytree like `new`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several (the message says how
+        to pick one), if `new` and `old` differ in structure or shape, or if they share
+        an `nnx.Variable`, whose old value is then lost.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx = ols.loss_scaled(optax.sgd(0.1))
+      >>> mean, bad_mean = jnp.zeros(1), jnp.array([jnp.nan])
+      >>> _, opt_state = tx.update(jnp.array([jnp.nan]), tx.init(mean))
+      >>> ols.where_applied(opt_state, bad_mean, mean)
+      Array([0.], dtype=float32)
+    """
+    is_applied = with_arrays(find_loss_scale_state(state)).last_finite
+    if _variables(new) & _variables(old):
+        raise ValueError(
+            "`old` must be a copy, got variables that `new` holds too, so their old "
+            "values are lost. (Before the step: `old = jax.tree.map(jnp.copy, "
+            "nnx.state(model, nnx.BatchStat))`.)"
+        )
+
+    def select(new: PyTree, old: PyTree) -> PyTree:
+        if dtype_of(new) is None and not isinstance(new, complex | float | int):
+            return new
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                "`new` and `old` must have the same shapes, got "
+                f"{jnp.shape(new)} and {jnp.shape(old)}."
+            )
+        # A state may have an entry for each device or ensemble member.
+        axes = range(is_applied.ndim, max(jnp.ndim(new), is_applied.ndim))
+        return _keep(lax.expand_dims(is_applied, axes), new, old)
 
     return jax.tree.map(select, new, old)
+
+
+def _variables(tree: PyTree) -> set[int]:
+    """The identities of all wrapped arrays in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_wrapped)
+    return {id(node) for node in nodes if is_wrapped(node)}
 
 
 def cast_like(new: PyTree, old: PyTree) -> PyTree:

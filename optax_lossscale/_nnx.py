@@ -1,7 +1,8 @@
 """Objects of `flax.nnx`, which a function may change in place."""
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,48 @@ def is_module(node: object) -> bool:
     """Whether a node is an object that a call may change in place."""
     nnx = _nnx()
     return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
+
+
+def wrt_of(state: PyTree) -> Any:
+    """The variables that an `nnx.Optimizer` trains; `nnx.Param` for any other state."""
+    nnx = _nnx()
+    if nnx is None:
+        return None
+    return state.wrt if isinstance(state, nnx.Optimizer) else nnx.Param
+
+
+def value_and_grad_of_modules(
+    argnums: int | Sequence[int], wrt: Any
+) -> Callable[..., Callable[..., Any]]:
+    """`nnx.value_and_grad` with respect to some of the variables of each module."""
+    nnx = _nnx()
+
+    def select(argnum: Any) -> Any:
+        is_default = isinstance(argnum, nnx.DiffState) or wrt is nnx.Param
+        return argnum if is_default else nnx.DiffState(argnum, wrt)
+
+    if isinstance(argnums, Sequence):
+        selected = tuple(map(select, argnums))
+    else:
+        selected = select(argnums)
+    return functools.partial(nnx.value_and_grad, argnums=selected)
+
+
+def split_state(state: PyTree, wrt: Any) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """The variables of a state that `wrt` selects, and a function that adds the rest.
+
+    A state without such variables, such as one of plain arrays, is returned whole.
+    """
+    nnx = _nnx()
+    trained, rest = nnx.split_state(state, wrt, ...)
+    if not jax.tree.leaves(trained):
+        return state, lambda state: state
+
+    def merge(trained: PyTree) -> PyTree:
+        # Flax lets a function change only variables that were made in its own trace.
+        return nnx.merge_state(trained, jax.tree.map(lambda leaf: leaf, rest))
+
+    return trained, merge
 
 
 def _nnx() -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,16 @@ from optax_lossscale._checks import (
 from optax_lossscale._state import LossScaleState, Unscaled
 from optax_lossscale._types import PyTree
 
+_Settings = ParamSpec("_Settings")
+
 
 class LossScale(NamedTuple):
     """A loss-scaling rule: two pure functions and two static facts.
 
-    Like `optax.GradientTransformation`, it holds functions, but no arrays and no
-    settings. Pass it to `loss_scaled`, or call its functions by hand.
+    Like `optax.GradientTransformation`, it holds functions and no arrays. Pass it to
+    `loss_scaled`, or call its functions by hand. To see the settings of a rule, print
+    it, or read `settings`. They cannot be changed; make a new rule instead, and
+    continue with the old state.
 
     Attributes:
       init: `init() -> LossScaleState`. Every field is a strongly typed array with a
@@ -63,6 +69,39 @@ class LossScale(NamedTuple):
     skips: bool = True
     needs_grads_max: bool = False
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the rule was made with; empty for a rule of your own."""
+        _, settings = getattr(self.init, _MADE_BY, ("", {}))
+        return dict(settings)
+
+    def __repr__(self) -> str:
+        name, settings = getattr(self.init, _MADE_BY, ("LossScale", self._asdict()))
+        listed = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        return f"{name}({listed})"
+
+
+_MADE_BY = "made_by"  # An attribute of `init`, because the fields of a rule are fixed.
+
+
+def shows_settings(
+    make_rule: Callable[_Settings, LossScale],
+) -> Callable[_Settings, LossScale]:
+    """Lets the rules that a function makes show its name and their settings."""
+    signature = inspect.signature(make_rule)
+    place = "presets." if ".presets." in make_rule.__module__ else ""
+
+    @functools.wraps(make_rule)
+    def make(*args: _Settings.args, **kwargs: _Settings.kwargs) -> LossScale:
+        rule = make_rule(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        init = functools.wraps(rule.init)(lambda: rule.init())
+        setattr(init, _MADE_BY, (place + make_rule.__name__, given.arguments))
+        return rule if is_identity(rule) else rule._replace(init=init)
+
+    return make
+
 
 class DynamicRuleState(NamedTuple):
     """What the classic rule carries beside the scale.
@@ -77,6 +116,7 @@ class DynamicRuleState(NamedTuple):
     hysteresis_count: jax.Array
 
 
+@shows_settings
 def dynamic_loss_scale(
     init_scale: float = 2.0**15,
     *,
@@ -139,6 +179,8 @@ def dynamic_loss_scale(
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> rule = ols.dynamic_loss_scale(8.0, growth_interval=2)
+      >>> rule.settings["growth_factor"]
+      2.0
       >>> state = rule.init()
       >>> for grads_finite in [True, True, False]:
       ...     state = rule.adjust(state, grads_finite)
@@ -205,6 +247,7 @@ def dynamic_loss_scale(
     return LossScale(init, adjust)
 
 
+@shows_settings
 def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale:
     """A constant loss scale.
 
@@ -324,3 +367,6 @@ def first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
 
 def _init_one() -> LossScaleState:
     return first_state(1.0, Unscaled())
+
+
+setattr(_init_one, _MADE_BY, ("no_loss_scale", {}))

@@ -15,7 +15,7 @@ from optax_lossscale._checks import (
     check_power_of_two_bounds,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, count_step, first_state
+from optax_lossscale._rules import LossScale, count_step, first_state, shows_settings
 from optax_lossscale._state import LossScaleState
 
 
@@ -30,6 +30,7 @@ class SmoothRuleState(NamedTuple):
     fraction: jax.Array
 
 
+@shows_settings
 def smooth_loss_scale(
     init_scale: float = 2.0**15,
     *,

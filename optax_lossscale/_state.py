@@ -6,13 +6,13 @@ A state is found by its type, because a name is not enough: a parameter may be c
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._tree import find_by_type, strengthen, unwrap
+from optax_lossscale._tree import find_by_type, path_name, strengthen, unwrap
 from optax_lossscale._types import PyTree
 
 
@@ -91,22 +91,28 @@ class Unscaled(NamedTuple):
     """The `rule_state` of `no_loss_scale()`, whose gradients are never unscaled."""
 
 
-def find_loss_scale_state(tree: PyTree) -> LossScaleState:
+def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScaleState:
     """Returns the one `LossScaleState` that a pytree holds.
 
     The pytree may be an optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its
     `opt_state` (whose wrapped arrays are unwrapped), or a `LossScaleState` itself. The
     state is found by its type, never by a field name.
 
+    If the tree holds several states, `path` picks one. Every other function that takes
+    such a tree also takes the state that was found.
+
     Args:
-      tree: Any pytree that holds exactly one `LossScaleState`.
+      tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.
+      path: Keys, indices and field names from the root of the tree to the state, or
+        only the first of them, separated by slashes, such as `"generator"`.
 
     Returns:
       That state.
 
     Raises:
       ValueError: If the tree holds no `LossScaleState` (the message says what to wrap)
-        or several (the message lists their paths).
+        or several (the message lists their paths), at `path` if it is given.
+      TypeError: If `path` is not a string.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -114,9 +120,21 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
       >>> opt_state = tx.init({"loss_scale": jnp.ones(2)})
       >>> int(ols.find_loss_scale_state(opt_state).step_count)
       0
+      >>> several = {"generator": opt_state, "critic": ols.set_loss_scale(opt_state, 8)}
+      >>> critic = ols.find_loss_scale_state(several, path="critic")
+      >>> ols.get_loss_scale(critic)
+      Array(8., dtype=float32)
     """
-    found = find_by_type(tree, LossScaleState)
-    if not found:
+    state: LossScaleState = unwrap(_find(tree, path)[1])
+    return state
+
+
+def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
+    """The key path of the one state at `path`, and the state as the tree holds it."""
+    if not isinstance(path, str | None):
+        raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
+    everywhere = find_by_type(tree, LossScaleState)
+    if not everywhere:
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a "
             f"{type(tree).__name__}. (Wrap the optimizer, "
@@ -125,14 +143,24 @@ def find_loss_scale_state(tree: PyTree) -> LossScaleState:
             "flatten NamedTuples away: pass the `nnx.Optimizer`, its `opt_state`, "
             "or restore into a target.)"
         )
-    if len(found) > 1:
-        paths = ", ".join(f"`{jax.tree_util.keystr(path)}`" for path, _ in found)
-        raise ValueError(
-            f"the tree must hold one LossScaleState, got {len(found)}, at {paths}. "
-            "(Pass the part of the tree that holds the one you mean.)"
-        )
-    state: LossScaleState = unwrap(found[0][1])
-    return state
+    found = [(keys, state) for keys, state in everywhere if _is_at(keys, path)]
+    if len(found) == 1:
+        return found[0]
+    at = "" if path is None else f" at `path` {path!r}"
+    got = f"got {len(found)}, at" if found else "got none there, but some at"
+    places = [keys for keys, _ in found or everywhere]
+    listed = ", ".join(f"`{jax.tree_util.keystr(keys)}`" for keys in places)
+    example = path_name(places[0]).removesuffix("/loss_scale_state")
+    raise ValueError(
+        f"the tree must hold one LossScaleState{at}, {got} {listed}. (Pick one by its "
+        f"path: `find_loss_scale_state(tree, path={example!r})`. Other functions take "
+        "the found state in place of the tree; `set_loss_scale` has its own `path`.)"
+    )
+
+
+def _is_at(keys: Any, path: str | None) -> bool:
+    """Whether a key path is, or begins with, a path in words."""
+    return path is None or f"{path_name(keys)}/".startswith(f"{path.rstrip('/')}/")
 
 
 def with_arrays(state: LossScaleState) -> LossScaleState:
@@ -173,7 +201,8 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       Its `loss_scale`, dimensionless.
 
     Raises:
-      ValueError: If `tree` holds no `LossScaleState`, or several.
+      ValueError: If `tree` holds no `LossScaleState`, or several (the message says how
+        to pick one).
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -186,7 +215,9 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
     return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
 
 
-def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
+def set_loss_scale(
+    tree: PyTree, value: jax.typing.ArrayLike, *, path: str | None = None
+) -> PyTree:
     """Returns the same tree with another loss scale; everything else is unchanged.
 
         get_loss_scale(set_loss_scale(tree, value)) = value
@@ -196,9 +227,10 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
 
     Args:
-      tree: Any pytree that holds exactly one `LossScaleState`.
+      tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.
       value: The new scale, dimensionless, from `2**-126` to `2**126`. Under `jit` a
         value outside this range cannot be refused; the old scale is kept instead.
+      path: As in `find_loss_scale_state`.
 
     Returns:
       A tree of the same type. The scale keeps its dtype, weak type and sharding.
@@ -206,7 +238,7 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     Raises:
       ValueError: If `value` is concrete and outside its range, if `tree` holds no
         `LossScaleState` or several, or if its state belongs to `no_loss_scale()`.
-      TypeError: If `value` is not a number.
+      TypeError: If `value` is not a number, or `path` is not a string.
 
     Example:
       >>> import optax_lossscale as ols
@@ -214,7 +246,8 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
       >>> ols.get_loss_scale(ols.set_loss_scale(state, 256))
       Array(256., dtype=float32)
     """
-    if isinstance(find_loss_scale_state(tree).rule_state, Unscaled):
+    place, state = _find(tree, path)
+    if isinstance(state.rule_state, Unscaled):
         raise ValueError(
             f"`value` must not be set on a state of `no_loss_scale()`, got {value}. "
             "(Its gradients are never unscaled; use `static_loss_scale(1.0)`.)"
@@ -224,11 +257,8 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
     value = jnp.asarray(value, jnp.float32)
     in_range = is_usable(value)
 
-    def is_state(node: object) -> bool:
-        return isinstance(node, LossScaleState)
-
-    def replace_scale(node: PyTree) -> PyTree:
-        if not is_state(node):
+    def replace_scale(keys: Any, node: PyTree) -> PyTree:
+        if keys != place:
             return node
         loss_scale = jax.tree.map(
             lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
@@ -236,7 +266,9 @@ def set_loss_scale(tree: PyTree, value: jax.typing.ArrayLike) -> PyTree:
         )
         return node._replace(loss_scale=loss_scale)
 
-    return jax.tree.map(replace_scale, tree, is_leaf=is_state)
+    return jax.tree_util.tree_map_with_path(
+        replace_scale, tree, is_leaf=lambda node: isinstance(node, LossScaleState)
+    )
 
 
 def is_usable(loss_scale: jax.Array) -> jax.Array:

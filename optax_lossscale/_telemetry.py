@@ -5,13 +5,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from optax_lossscale._checks import check_count
+from optax_lossscale._checks import check_concrete, check_count
+from optax_lossscale._scaling import unscale
 from optax_lossscale._state import (
     find_loss_scale_state,
     get_loss_scale,
     with_arrays,
 )
+from optax_lossscale._tree import floating_leaves
 from optax_lossscale._types import PyTree
 
 
@@ -25,26 +28,37 @@ class LossScaleStalledError(RuntimeError):
     """
 
 
-def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
+def loss_scale_metrics(
+    tree: PyTree, *, grads: optax.Updates | None = None
+) -> dict[str, jax.Array]:
     """Returns metrics of the loss scale, for any logger.
 
         skip_rate = total_notfinite / step_count    (0 before the first step)
+        grad_norm = norm(unscale(grads, tree))      (if `grads` are given)
 
     Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure
-    and never waits for the device.
+    and never waits for the device. For JSON, turn the arrays into numbers:
+    `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
+      grads: Scaled gradients, floating leaves of any shape, for their true norm. Then
+        `tree` must hold the scale that they were scaled with, so call this before
+        `update`, which may change the scale. The norm costs one more read of the
+        gradients.
 
     Returns:
       A dict of `loss_scale` `f32[]`, `last_finite` `bool[]`, `notfinite_count` and
-      `total_notfinite` `i32[]` (steps), and `skip_rate` `f32[]` (from 0 to 1).
+      `total_notfinite` `i32[]` (steps), and `skip_rate` `f32[]` (from 0 to 1). With
+      `grads` also `grad_norm`, the L2 norm of all unscaled gradients together, `f32[]`
+      or wider; it is NaN or infinite if they are.
 
     Raises:
-      ValueError: If `tree` holds no `LossScaleState`, or several.
+      ValueError: If `tree` holds no `LossScaleState`, or several (the message says how
+        to pick one).
 
     Example:
-      >>> import optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> rule = ols.dynamic_loss_scale(1024.0)
       >>> state = rule.adjust(rule.adjust(rule.init(), True), False)
       >>> for name, value in ols.loss_scale_metrics(state).items():
@@ -54,16 +68,23 @@ def loss_scale_metrics(tree: PyTree) -> dict[str, jax.Array]:
       notfinite_count 1
       total_notfinite 1
       skip_rate 0.5
+      >>> scaled_grads = jnp.array([3.0, 4.0]) * 512
+      >>> ols.loss_scale_metrics(state, grads=scaled_grads)["grad_norm"]
+      Array(5., dtype=float32)
     """
     state = with_arrays(find_loss_scale_state(tree))
     steps = jnp.maximum(state.step_count, 1).astype(jnp.float32)
-    return {
+    metrics = {
         "loss_scale": get_loss_scale(state),
         "last_finite": state.last_finite,
         "notfinite_count": state.notfinite_count,
         "total_notfinite": state.total_notfinite,
         "skip_rate": state.total_notfinite.astype(jnp.float32) / steps,
     }
+    if grads is not None:
+        floating = list(floating_leaves(unscale(grads, state)).values())
+        metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating))
+    return metrics
 
 
 def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
@@ -85,7 +106,8 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         the counts, and says where to look for the cause.
       ValueError: If `max_consecutive` is below 1, or `tree` holds no
         `LossScaleState`, or several.
-      TypeError: If `max_consecutive` is not an integer.
+      TypeError: If `max_consecutive` is not an integer, or if it is called inside
+        `jit`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -99,6 +121,9 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
     """
     check_count("max_consecutive", max_consecutive)
     state = find_loss_scale_state(tree)
+    check_concrete(
+        "tree", state, "Call `raise_if_stalled` on the state that the step returns."
+    )
     consecutive = int(np.max(state.notfinite_count))
     if consecutive >= max_consecutive:
         raise LossScaleStalledError(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import check_flag, check_optimizer
-from optax_lossscale._finite import is_finite, largest_magnitude
+from optax_lossscale._finite import is_finite
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -28,12 +28,13 @@ from optax_lossscale._state import (
     LossScaleState,
     MasterWeightsState,
     as_array,
-    is_usable,
+    with_arrays,
 )
 from optax_lossscale._tree import (
     check_structure,
     find_by_type,
     is_absent,
+    is_floating_array,
     is_narrow,
     resolve_mask,
     strengthen,
@@ -41,6 +42,7 @@ from optax_lossscale._tree import (
     wide_param,
 )
 from optax_lossscale._types import AxisName, Mask, PyTree
+from optax_lossscale._verdict import agree, as_leaf, judge, reject_unless, repair_scale
 
 
 def loss_scaled(
@@ -66,7 +68,7 @@ def loss_scaled(
     parameters and the whole inner state bit-for-bit unchanged: moments, counts and
     schedules. (But on a CPU `apply_updates` flushes subnormal parameters.) State that
     lives elsewhere, such as batch statistics, is not protected: select the old value
-    yourself, by `find_loss_scale_state(opt_state).last_finite`. An unusable scale (zero
+    yourself with `where_applied(opt_state, new, old)`. An unusable scale (zero
     or NaN, say from a damaged checkpoint) skips the step under every rule. The rule
     then restarts from its initial scale; if it skips at all, it also counts the step as
     nonfinite.
@@ -119,20 +121,31 @@ def loss_scaled(
         effect with a rule that does not skip.
 
     Returns:
-      A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` also
-      takes `grads_finite`, a `bool[]` such as `jnp.isfinite(loss)`: the step is skipped
-      too if that is False (without effect if the rule does not skip). Further extra
-      arguments go to the inner optimizer. Floating arrays among them are zero on a bad
-      step, and so is a Python number that is NaN or infinite; any other number or
-      object is passed on as it is. A gradient among them must be unscaled:
+      A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` has
+      three more arguments, each by name only:
+
+      * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: False means an overflow
+        that the gradients do not show. The step is skipped and the scale backs off.
+        (Without effect if the rule does not skip.)
+      * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False means a batch that is
+        not wanted. The step is skipped and counted, under every rule, and the scale
+        stays as it is.
+      * `grads_unscaled`, True or False: whether you have called `unscale` on the
+        gradients already, for example to clip them outside. They are checked and
+        masked, and not unscaled again. A clip by value hides an infinity, so check
+        before you clip, and pass the result as `grads_finite`.
+
+      Further extra arguments go to the inner optimizer. Floating arrays among them are
+      zero on a bad step, and so is a Python number that is NaN or infinite; any other
+      number or object is passed on as it is. A gradient among them must be unscaled:
       `grad=unscale(grads, opt_state)` for a line search.
 
     Raises:
       TypeError: If `inner` is not an optimizer, `loss_scale` is not a `LossScale`, or
-        `check_updates` or `grads_finite` is not a bool.
+        `check_updates`, `grads_finite`, `accept` or `grads_unscaled` is not a bool.
       ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, while
         tracing, if the state belongs to another kind of rule, the gradients do not
-        have the tree structure of the parameters, or `grads_finite` is not a scalar.
+        have the tree structure of the parameters, or a verdict is not a scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -146,6 +159,14 @@ def loss_scaled(
       >>> updates, opt_state = tx.update(grads * jnp.inf, opt_state, params)
       >>> bool((updates == 0).all()), float(ols.get_loss_scale(opt_state))
       (True, 16384.0)
+
+      As with PyTorch's `unscale_`, clip the gradients between two calls:
+
+      >>> grads = ols.unscale(jnp.array([3.0, 4.0]) * 16384, opt_state)
+      >>> grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+      >>> updates, opt_state = tx.update(grads, opt_state, params, grads_unscaled=True)
+      >>> updates
+      Array([-0.3, -0.4], dtype=float32)
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
@@ -171,28 +192,35 @@ def loss_scaled(
         params: optax.Params | None = None,
         *,
         grads_finite: jax.typing.ArrayLike | None = None,
+        accept: jax.typing.ArrayLike | None = None,
+        grads_unscaled: bool = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         _check_state(state, first_state)
-        loss_scale_state, inner_state = state
+        is_unscaled = check_flag("grads_unscaled", grads_unscaled)
+        finite_leaf = as_leaf("grads_finite", grads_finite)
+        accepted = None if accept is None else agree("accept", accept, axis_name)
         if is_identity(rule):
-            updates, new = optimizer.update(updates, inner_state, params, **extra_args)
-            return updates, LossScaledState(loss_scale_state, new)
+            return _update_alone(
+                optimizer, updates, state, params, accepted, extra_args
+            )
 
         grads, original_params = updates, params
+        loss_scale_state, inner_state = state
         params = _wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
         loss_scale_state = _restore(loss_scale_state, first_state)
-        loss_scale_state, was_usable = _repair_scale(loss_scale_state, rule)
-        with jax.debug_infs(False):  # Here an infinity is a verdict and no fault.
-            leaves = (where_true(mask, grads), _as_leaf(grads_finite))
-            verdict = _judge(leaves, loss_scale_state, was_usable, rule, axis_name)
-            adjusted = verdict.adjust(rule, loss_scale_state)
+        loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
+        scaled_by = _at_one(loss_scale_state) if is_unscaled else loss_scale_state
 
-        # An unusable scale skips the step under every rule.
-        is_applied = verdict.finite if rule.skips else was_usable
-        grads = unscale(grads, loss_scale_state, mask=mask)
-        grads, extra_args = mask_inputs(is_applied, (grads, extra_args))
+        leaves = (where_true(mask, grads), finite_leaf)
+        verdict = judge(
+            rule, loss_scale_state, was_usable, leaves, scaled_by.loss_scale, axis_name
+        )
+        if accepted is not None:
+            verdict = reject_unless(accepted, verdict, loss_scale_state)
+        grads = unscale(grads, scaled_by, mask=mask)
+        grads, extra_args = mask_inputs(verdict.is_applied, (grads, extra_args))
 
         def run() -> tuple[optax.Updates, optax.OptState]:
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)
@@ -201,63 +229,42 @@ def loss_scaled(
             return updates, cast_like(new, inner_state)
 
         if not checks_updates:
-            updates, new = run_masked(is_applied, run, inner_state)
-            return updates, LossScaledState(adjusted, new)
+            updates, new = run_masked(verdict.is_applied, run, inner_state)
+            return updates, LossScaledState(verdict.adjusted, new)
         updates, new = run()
         updates_finite = is_finite(where_true(mask, updates), None, axis_name)
-        held = hold(loss_scale_state, grads_finite=False)
-        adjusted = optax.tree.where(is_applied & ~updates_finite, held, adjusted)
-        is_applied &= updates_finite
-        updates, new = mask_results(is_applied, updates, new, inner_state)
-        return updates, LossScaledState(adjusted, new)
+        verdict = reject_unless(updates_finite, verdict, loss_scale_state)
+        updates, new = mask_results(verdict.is_applied, updates, new, inner_state)
+        return updates, LossScaledState(verdict.adjusted, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Verdict(NamedTuple):
-    """What a rule learns about the unscaled gradients of a step.
-
-    Attributes:
-      finite: `bool[]`.
-      grads_max: `f32[]`, or None if the rule does not need it.
-    """
-
-    finite: jax.Array
-    grads_max: jax.Array | None
-
-    def adjust(self, rule: LossScale, state: LossScaleState) -> LossScaleState:
-        """Tells the rule, and returns the adjusted state."""
-        if self.grads_max is None:
-            return rule.adjust(state, self.finite)
-        return rule.adjust(state, self.finite, self.grads_max)
-
-
-def _judge(
-    leaves: PyTree,
-    state: LossScaleState,
-    was_usable: jax.Array,
-    rule: LossScale,
-    axis_name: AxisName | None,
-) -> _Verdict:
-    """Checks scaled gradients as the rule asks; a bad scale counts as nonfinite."""
-    if rule.needs_grads_max:
-        grads_max = largest_magnitude(leaves, state.loss_scale, axis_name)
-        finite = jnp.isfinite(grads_max) & was_usable
-        return _Verdict(finite, jnp.where(was_usable, grads_max, jnp.inf))
-    if rule.skips:
-        finite = is_finite(leaves, state.loss_scale, axis_name)
-        return _Verdict(finite & was_usable, grads_max=None)
-    return _Verdict(was_usable, grads_max=None)
+def _update_alone(
+    optimizer: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    state: LossScaledState,
+    params: optax.Params | None,
+    accepted: jax.Array | None,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Updates, LossScaledState]:
+    """The optimizer's own update, as under `no_loss_scale()`, unless it is rejected."""
+    loss_scale_state, inner_state = state
+    if accepted is None:
+        updates, new = optimizer.update(updates, inner_state, params, **extra_args)
+        return updates, LossScaledState(loss_scale_state, new)
+    updates, extra_args = mask_inputs(accepted, (updates, extra_args))
+    updates, new = run_masked(
+        accepted,
+        lambda: optimizer.update(updates, inner_state, params, **extra_args),
+        inner_state,
+    )
+    adjusted = hold(with_arrays(loss_scale_state), accepted)
+    return updates, LossScaledState(adjusted, new)
 
 
-def _repair_scale(
-    state: LossScaleState, rule: LossScale
-) -> tuple[LossScaleState, jax.Array]:
-    """Replaces an unusable scale by the initial one, and says if it was usable."""
-    was_usable = is_usable(state.loss_scale)
-    first_scale = rule.init().loss_scale
-    loss_scale = jnp.where(was_usable, state.loss_scale, first_scale)
-    return state._replace(loss_scale=loss_scale), was_usable
+def _at_one(state: LossScaleState) -> LossScaleState:
+    return state._replace(loss_scale=jnp.ones_like(state.loss_scale))
 
 
 def _wide_params(
@@ -266,12 +273,24 @@ def _wide_params(
     """Checks parameters against the gradients, and widens them for the optimizer."""
     if params is None:
         return None
-    is_lookahead = isinstance(params, optax.LookaheadParams)
     message = "`updates` must have the tree structure of `params`"
-    check_structure(grads, params.fast if is_lookahead else params, message)
+    if isinstance(params, optax.LookaheadParams):
+        check_structure(grads, params.fast, message)
+    else:
+        check_structure(grads, params, message)
+        params = jax.tree.map(_without_held, grads, params, is_leaf=is_absent)
     if find_by_type(inner_state, MasterWeightsState):
         return params  # `master_weights` rounds its masters to these dtypes.
     return jax.tree.map(wide_param, params)
+
+
+def _without_held(grad: PyTree, param: PyTree) -> PyTree:
+    """None for what has no gradient and is no parameter, such as a function.
+
+    So a whole Equinox module can be passed as `params`.
+    """
+    is_one = jax.tree_util.all_leaves([param])
+    return None if grad is None and is_one and not is_floating_array(param) else param
 
 
 def _round_for_float8(
@@ -329,9 +348,12 @@ def adopt_inner_state(
 def _check_rule(loss_scale: LossScale | None) -> LossScale:
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
     if not isinstance(rule, LossScale):
+        name = getattr(rule, "__name__", "")
+        call = f"{name}()" if name.isidentifier() else "loss_scale()"
+        meant = call if callable(rule) else "static_loss_scale(...)"
         raise TypeError(
             f"`loss_scale` must be a LossScale, got {rule!r} of type "
-            f"{type(rule).__name__}. (Did you mean `static_loss_scale(...)`?)"
+            f"{type(rule).__name__}. (Did you mean `{meant}`?)"
         )
     return rule
 
@@ -346,12 +368,25 @@ def _check_not_nested(name: str, inner_state: PyTree) -> None:
 
 def _check_state(state: LossScaledState, first: LossScaleState) -> None:
     is_state = isinstance(state, LossScaledState)
-    if not is_state or not _has_structure(state.loss_scale_state, first):
-        raise ValueError(
-            "`state` must be a LossScaledState of this optimizer's own rule, got "
-            f"{state.loss_scale_state.rule_state if is_state else type(state)}. (To "
-            "change the rule: `adopt_inner_state(state.inner_state, loss_scale)`.)"
+    if is_state and _has_structure(state.loss_scale_state, first):
+        return
+    if is_state:
+        got = state.loss_scale_state.rule_state
+        hint = "To change the rule: `adopt_inner_state(state.inner_state, loss_scale)`."
+    elif found := find_by_type(state, LossScaledState):
+        got = type(state)
+        places = [f"`state{jax.tree_util.keystr(path)}`" for path, _ in found]
+        hint = f"Did you mean {' or '.join(places)}?"
+    else:
+        got = type(state)
+        hint = (
+            "Pass what `init` or the last `update` returned. For a state saved "
+            "without loss scaling: `adopt_inner_state(state, loss_scale)`."
         )
+    raise ValueError(
+        "`state` must be a LossScaledState of this optimizer's own rule, got "
+        f"{got}. ({hint})"
+    )
 
 
 def _has_structure(state: PyTree, first: LossScaleState) -> bool:
@@ -380,21 +415,3 @@ def _restore(state: LossScaleState, first: LossScaleState) -> LossScaleState:
 
     restored: LossScaleState = jax.tree.map(restore, first, state)
     return restored
-
-
-def _as_leaf(grads_finite: jax.typing.ArrayLike | None) -> jax.Array | None:
-    """Turns an outside verdict into 0 or infinity, so that one check covers it too."""
-    if grads_finite is None:
-        return None
-    # Without this check a loss passed by mistake would count as True, even if NaN.
-    if not jnp.issubdtype(jnp.result_type(grads_finite), bool):
-        raise TypeError(
-            f"`grads_finite` must be a bool, got {grads_finite!r}. (Did you mean "
-            "`jnp.isfinite(loss)`?)"
-        )
-    if jnp.shape(grads_finite) != ():
-        raise ValueError(
-            f"`grads_finite` must be a scalar, got shape {jnp.shape(grads_finite)}. "
-            "(Did you mean `all_finite(...)`?)"
-        )
-    return jnp.where(grads_finite, 0.0, jnp.inf)

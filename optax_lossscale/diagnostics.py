@@ -29,6 +29,7 @@ from optax_lossscale._bits import (
     split_number,
 )
 from optax_lossscale._checks import (
+    check_concrete,
     check_float_dtype,
     check_number,
     check_positive,
@@ -99,6 +100,7 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
     Raises:
       ValueError: If `tree` is a report of several ensemble members, made by `vmap` of
         `nonfinite_report`.
+      TypeError: If it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -107,6 +109,12 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
       1 of 2 floating leaves hold nonfinite entries
       w: 1 nan, 1 inf of 3
     """
+    check_concrete(
+        "tree",
+        tree,
+        "Return `nonfinite_report(tree)` from the compiled function and print that, or "
+        "call `jax.debug.callback(print_nonfinite_report, tree)`.",
+    )
     is_report = isinstance(tree, dict) and all(
         isinstance(of_leaf, dict) and set(of_leaf) == {"nan", "inf", "size"}
         for of_leaf in tree.values()

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import check_float_dtype
+from optax_lossscale._checks import check_concrete, check_float_dtype
 from optax_lossscale._tree import floating_leaves
 from optax_lossscale._types import PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
 # differ too, because one curve may lie on another.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+_DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linewidth": 3, "alpha": 0.4},
     {"color": RED, "linewidth": 1.5},
@@ -40,16 +41,19 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 
 def plot_loss_scale(
-    history: Mapping[str, jax.typing.ArrayLike], *, ax: Axes | None = None
+    history: Mapping[str, jax.typing.ArrayLike]
+    | Sequence[Mapping[str, jax.typing.ArrayLike]],
+    *,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draws the loss scale over the steps of a run, and marks the skipped steps.
 
     The axis of the loss scale is logarithmic, in powers of two.
 
     Args:
-      history: The metrics that `loss_scale_metrics` returned, stacked over steps by
-        `lax.scan` or by `jax.tree.map(lambda *x: jnp.stack(x), *list_of_metrics)`. It
-        holds at least `loss_scale`, `f32[steps]`, and `last_finite`, `bool[steps]`.
+      history: The metrics that `loss_scale_metrics` returned: a list of one dict a
+        step, or one dict of them all, stacked over steps as by `lax.scan`. It holds at
+        least `loss_scale`, `f32[steps]`, and `last_finite`, `bool[steps]`.
       ax: Axes to draw into. None makes a new figure.
 
     Returns:
@@ -57,7 +61,8 @@ def plot_loss_scale(
 
     Raises:
       ImportError: If matplotlib is missing.
-      ValueError: If `history` lacks a key or is not stacked.
+      ValueError: If `history` lacks a key, is empty, or is not stacked.
+      TypeError: If it is called inside `jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -69,13 +74,12 @@ def plot_loss_scale(
       >>> _, history = jax.lax.scan(step, rule.init(), finite)
       >>> ols.plotting.plot_loss_scale(history).get_ylabel()
       'loss scale'
+      >>> history = [ols.loss_scale_metrics(rule.init()) for _ in range(3)]
+      >>> ols.plotting.plot_loss_scale(history).get_xlabel()
+      'step'
     """
-    names = {"loss_scale", "last_finite"}
-    if not (isinstance(history, Mapping) and names <= set(history)):
-        raise ValueError(
-            "`history` must be one dict with `loss_scale` and `last_finite`, got "
-            f"{history!r:.60}. (Stack the dicts of `loss_scale_metrics`.)"
-        )
+    check_concrete("history", history, _DRAW_OUTSIDE)
+    history = _stacked(history)
     scales = np.asarray(history["loss_scale"])
     finite = np.asarray(history["last_finite"]).astype(bool)
     if scales.ndim != 1 or finite.shape != scales.shape:
@@ -120,6 +124,7 @@ def plot_training(
 
     Raises:
       ImportError: If matplotlib is missing.
+      TypeError: If it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -127,6 +132,7 @@ def plot_training(
       >>> [ax.get_ylabel() for ax in ols.plotting.plot_training(run, run)]
       ['training loss', 'loss scale']
     """
+    check_concrete("losses", (dict(losses), dict(loss_scales)), _DRAW_OUTSIDE)
     loss_ax, scale_ax = _axes(ax, rows=2, height=6.0)
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
         loss_ax.semilogy(np.asarray(loss), label=_shown(name), **style)
@@ -165,7 +171,8 @@ def plot_exponent_histogram(
 
     Raises:
       ImportError: If matplotlib is missing.
-      TypeError: If `histograms` is not a mapping, or `dtype` is not a floating dtype.
+      TypeError: If `histograms` is not a mapping, if `dtype` is not a floating dtype,
+        or if it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -182,6 +189,7 @@ def plot_exponent_histogram(
             "`histograms` must map labels to histograms, got a "
             f"{type(histograms).__name__}. (Did you mean `{{'gradients': histogram}}`?)"
         )
+    check_concrete("histograms", dict(histograms), _DRAW_OUTSIDE)
     lowest, normal, highest = _range_of(dtype)
     ax = _axes(ax)
     name = jnp.dtype(dtype).name
@@ -240,7 +248,7 @@ def plot_underflow_by_leaf(
     Raises:
       ImportError: If matplotlib is missing.
       ValueError: If the tree has no floating leaf, or `scale` is empty or not positive.
-      TypeError: If `dtype` is not a floating dtype.
+      TypeError: If `dtype` is not a floating dtype, or if it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -250,6 +258,7 @@ def plot_underflow_by_leaf(
       [0, 50]
     """
     name = jnp.dtype(check_float_dtype("dtype", dtype)).name
+    check_concrete("tree", (tree, scale), _DRAW_OUTSIDE)
     leaves = floating_leaves(tree)
     factors = np.atleast_1d(np.asarray(scale, np.float32))
     if not leaves or not factors.size:
@@ -278,6 +287,25 @@ def plot_underflow_by_leaf(
     ax.set(xlabel=f"entries flushed to zero in {name}, in %", xlim=(0, 100))
     ax.legend(loc="lower right")
     return ax
+
+
+def _stacked(history: Any) -> Mapping[str, jax.typing.ArrayLike]:
+    """The metrics of a run as one dict of arrays over its steps."""
+    names = {"loss_scale", "last_finite"}
+    steps = [history] if isinstance(history, Mapping) else history
+    is_metrics = isinstance(steps, Sequence) and all(
+        isinstance(metrics, Mapping) and names <= set(metrics) for metrics in steps
+    )
+    if not (is_metrics and steps):
+        raise ValueError(
+            "`history` must be one dict with `loss_scale` and `last_finite`, or a list "
+            f"of a dict for each step, got {history!r:.60}. (Pass what "
+            "`loss_scale_metrics` returned.)"
+        )
+    if isinstance(history, Mapping):
+        return history
+    fetched = jax.device_get(list(steps))
+    return {name: np.stack([metrics[name] for metrics in fetched]) for name in names}
 
 
 def _shown(label: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from optax_lossscale._checks import check_count, check_factor, check_scale
-from optax_lossscale._rules import LossScale
+from optax_lossscale._rules import LossScale, shows_settings
 from optax_lossscale.presets._rules import check_floor, symmetric, uncapped
 
 
+@shows_settings
 def flax(
     scale: float = 65536.0,
     growth_factor: float = 2.0,
@@ -68,6 +69,7 @@ def flax(
     )
 
 
+@shows_settings
 def jmp(
     loss_scale: float = 2.0**15,
     period: int = 2000,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from optax_lossscale._checks import check_count, check_flag, check_scale
-from optax_lossscale._rules import LossScale, static_loss_scale
+from optax_lossscale._rules import LossScale, shows_settings, static_loss_scale
 from optax_lossscale.presets._rules import uncapped
 
 
+@shows_settings
 def keras(
     initial_scale: float = 32768.0, dynamic_growth_steps: int = 2000
 ) -> LossScale:
@@ -48,6 +49,7 @@ def keras(
     )
 
 
+@shows_settings
 def tf_keras(
     dynamic: bool = True,
     initial_scale: float | None = None,

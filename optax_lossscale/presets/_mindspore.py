@@ -10,10 +10,11 @@ from optax_lossscale._checks import (
     check_flag,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, static_loss_scale
+from optax_lossscale._rules import LossScale, shows_settings, static_loss_scale
 from optax_lossscale.presets._rules import symmetric
 
 
+@shows_settings
 def mindspore_fixed(
     loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> LossScale:
@@ -55,6 +56,7 @@ def mindspore_fixed(
     )
 
 
+@shows_settings
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
 ) -> LossScale:

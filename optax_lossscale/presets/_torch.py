@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,12 @@ from optax_lossscale._checks import (
     check_flag,
     check_scale,
 )
-from optax_lossscale._rules import DynamicRuleState, LossScale, no_loss_scale
+from optax_lossscale._rules import (
+    DynamicRuleState,
+    LossScale,
+    no_loss_scale,
+    shows_settings,
+)
 from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._types import PyTree
 from optax_lossscale.presets._rules import uncapped
@@ -23,6 +29,7 @@ _TRACKER = "_growth_tracker"
 _KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", _TRACKER}
 
 
+@shows_settings
 def torch(
     init_scale: float = 65536.0,
     growth_factor: float = 2.0,
@@ -134,6 +141,7 @@ def from_torch_state_dict(
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
     rule = torch(check_scale("scale", entries.pop("scale")), **entries)
 
+    @functools.wraps(rule.init)
     def init() -> LossScaleState:
         state = rule.init()
         rule_state = DynamicRuleState(

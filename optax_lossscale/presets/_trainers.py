@@ -11,7 +11,7 @@ from optax_lossscale._checks import (
     check_number,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, dynamic_loss_scale
+from optax_lossscale._rules import LossScale, dynamic_loss_scale, shows_settings
 from optax_lossscale.presets._rules import (
     check_floor,
     deepspeed_rule,
@@ -20,6 +20,7 @@ from optax_lossscale.presets._rules import (
 )
 
 
+@shows_settings
 def apex(
     init_scale: float = 2.0**16,
     scale_window: int = 2000,
@@ -74,6 +75,7 @@ def apex(
     )
 
 
+@shows_settings
 def megatron(
     initial_scale: float = 2.0**32,
     min_scale: float = 1.0,
@@ -139,6 +141,7 @@ def megatron(
     )
 
 
+@shows_settings
 def deepspeed(
     init_scale: float = 2.0**32,
     scale_window: int = 1000,
@@ -209,6 +212,7 @@ def deepspeed(
     return deepspeed_rule(rule)
 
 
+@shows_settings
 def fairseq(
     init_scale: float = 2.0**15,
     scale_factor: float = 2.0,

@@ -21,12 +21,12 @@ dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
     hysteresis_refill="finite")
 ema_params(opt_state)
 finalize_params(params, opt_state)
-find_loss_scale_state(tree)
+find_loss_scale_state(tree, *, path=None)
 full_precision(fun)
 get_loss_scale(tree)
 headroom_loss_scale(init_scale=2.0**15, *, history=2400, recent=64, margin_bits=0.75,
     min_scale=2.0**-24, max_scale=2.0**24, dtype=float16)
-loss_scale_metrics(tree)
+loss_scale_metrics(tree, *, grads=None)
 loss_scale_optimizer(inner_optimizer, *, dynamic=True, initial_scale=None,
     dynamic_growth_steps=None, weight_decay=None, learning_rate=None, clipnorm=None,
     clipvalue=None, global_clipnorm=None, use_ema=False, ema_momentum=0.99,
@@ -41,11 +41,12 @@ raise_if_stalled(tree, max_consecutive=50)
 scale(tree, state)
 scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
-set_loss_scale(tree, value)
+set_loss_scale(tree, value, *, path=None)
 smooth_loss_scale(init_scale=2.0**15, *, growth_bits=1e-3, backoff_bits=1.0,
     min_scale=2.0**-24, max_scale=2.0**24)
 static_loss_scale(scale, *, skip_nonfinite=True)
 unscale(tree, state, *, mask=None)
+where_applied(state, new, old)
 """,
     ols.presets: """
 apex(init_scale=2.0**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.0**24)

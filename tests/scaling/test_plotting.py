@@ -53,7 +53,9 @@ def test_stacked_metrics_of_a_python_loop_are_drawn():
     ("history", "message"),
     [
         ({"scale": jnp.ones(2)}, "must be one dict with"),
-        ([{"loss_scale": 1.0, "last_finite": True}], "must be one dict"),
+        ([{"loss_scale": 1.0}], "or a list of a dict for each step, got"),
+        ([], "or a list of a dict for each step, got"),
+        (3, "must be one dict with"),
         (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
     ],
 )
@@ -144,3 +146,32 @@ def test_without_matplotlib_plotting_says_what_to_install():
     )
     assert "ImportError: plotting needs matplotlib" in done.stderr
     assert "pip install 'optax-lossscale[plot]'" in done.stderr
+
+
+def test_a_list_of_metrics_is_drawn_as_the_same_metrics_stacked():
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=1)
+    state, metrics = rule.init(), []
+    for finite in (True, False, True):
+        state = rule.adjust(state, finite)
+        metrics.append(ols.loss_scale_metrics(state))
+    ax = ols.plotting.plot_loss_scale(metrics)
+    scales, skipped = (line.get_ydata() for line in ax.lines)
+    np.testing.assert_array_equal(scales, [16, 8, 16])
+    np.testing.assert_array_equal(skipped, [8])
+
+
+@pytest.mark.parametrize("name", ["scale", "training", "histogram", "underflow"])
+def test_a_plot_inside_jit_is_refused_and_told_where_to_draw(name):
+    histogram = ols.diagnostics.exponent_histogram
+    plots = {
+        "scale": lambda x: ols.plotting.plot_loss_scale(
+            {"loss_scale": x, "last_finite": x > 0}
+        ),
+        "training": lambda x: ols.plotting.plot_training({"a": x}, {}),
+        "histogram": lambda x: ols.plotting.plot_exponent_histogram(
+            {"a": histogram(x)}
+        ),
+        "underflow": lambda x: ols.plotting.plot_underflow_by_leaf(x),
+    }
+    with pytest.raises(TypeError, match=r"got traced ones, as inside `jit`.*outside"):
+        jax.jit(plots[name])(jnp.ones(3))

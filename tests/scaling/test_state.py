@@ -1,6 +1,7 @@
 """Finding, getting and setting a loss scale in any pytree."""
 
 import operator
+import re
 
 import flax.linen as nn
 import flax.serialization
@@ -116,6 +117,62 @@ def test_find_with_several_states_names_their_paths():
     message = r"got 2, at `\['critic'\]\[0\].loss_scale_state`, `\['gen'\].loss_scale"
     with pytest.raises(ValueError, match=message):
         ols.find_loss_scale_state(tree)
+
+
+def two_states():
+    return {"gen": TX.init(PARAMS), "critic": (ols.set_loss_scale(TX.init(PARAMS), 8),)}
+
+
+@pytest.mark.parametrize(
+    "path", ["critic", "critic/", "critic/0", "critic/0/loss_scale_state"]
+)
+def test_a_path_or_the_beginning_of_one_picks_a_state(path):
+    assert ols.find_loss_scale_state(two_states(), path=path).loss_scale == 8
+
+
+def test_the_error_about_several_states_shows_a_path_that_picks_one():
+    with pytest.raises(ValueError, match="path=") as caught:
+        ols.get_loss_scale(two_states())
+    (path,) = re.findall(r"path='(.*?)'", str(caught.value))
+    state = ols.find_loss_scale_state(two_states(), path=path)
+    assert ols.get_loss_scale(state) == 8
+
+
+def test_a_path_is_compared_by_whole_names():
+    tree = {"gen": TX.init(PARAMS), "generator": ols.set_loss_scale(TX.init(PARAMS), 8)}
+    assert ols.find_loss_scale_state(tree, path="gen").loss_scale == 2.0**10
+    with pytest.raises(ValueError, match=r"at `path` 'g', got none there, but some at"):
+        ols.find_loss_scale_state(tree, path="g")
+
+
+def test_a_path_to_several_states_is_refused_with_their_paths():
+    tree = {"a": two_states(), "b": TX.init(PARAMS)}
+    message = r"got 2, at `\['a'\]\['critic'\].*path='a/critic/0'"
+    with pytest.raises(ValueError, match=message):
+        ols.find_loss_scale_state(tree, path="a")
+
+
+def test_a_path_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match="`path` must be a string"):
+        ols.find_loss_scale_state(two_states(), path=("critic", 0))
+
+
+def test_a_path_picks_a_state_inside_optax_partition():
+    groups = {"a": TX, "b": TX}
+    tx = optax.partition(groups, {"w": "a", "v": "b"})
+    opt_state = tx.init({"w": jnp.ones(2), "v": jnp.ones(2)})
+    changed = ols.set_loss_scale(opt_state, 8, path="inner_states/b")
+    for path, loss_scale in (("inner_states/a", 2.0**10), ("inner_states/b", 8)):
+        state = ols.find_loss_scale_state(changed, path=path)
+        assert ols.get_loss_scale(state) == loss_scale
+
+
+def test_set_at_a_path_leaves_every_other_state_alone():
+    changed = ols.set_loss_scale(two_states(), 4, path="gen")
+    assert ols.find_loss_scale_state(changed, path="gen").loss_scale == 4
+    assert_same_bits(changed["critic"], two_states()["critic"])
+    with pytest.raises(ValueError, match="got 2, at"):
+        ols.set_loss_scale(two_states(), 4)
 
 
 def test_set_changes_only_the_scale():

@@ -1,0 +1,41 @@
+"""Split an argument into what is differentiated and what is held fixed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_lossscale._nnx import is_state, split_state
+from optax_lossscale._tree import dtype_of, is_floating_array
+from optax_lossscale._types import PyTree
+
+
+def split_trainable(
+    tree: PyTree, wrt: Any, *, allow_int: bool
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """The part of an argument to differentiate, and a function that adds the rest.
+
+    An `nnx.State` is reduced to the variables that `wrt` selects. In any other tree,
+    None takes the place of each leaf that is not trained. An argument without a
+    floating array is returned whole: JAX differentiates Python numbers, and says what
+    is wrong with anything else.
+    """
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_state)
+    if not any(is_state(leaf) or is_floating_array(leaf) for leaf in leaves):
+        return tree, lambda tree: tree
+
+    def split(leaf: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+        if is_state(leaf):
+            return split_state(leaf, wrt)
+        if is_floating_array(leaf) or (allow_int and dtype_of(leaf) is not None):
+            return leaf, lambda trained: trained
+        return None, lambda _: leaf
+
+    trained, merges = zip(*map(split, leaves), strict=True)
+
+    def merge(tree: PyTree) -> PyTree:
+        pairs = zip(merges, structure.flatten_up_to(tree), strict=True)
+        return structure.unflatten([merge(part) for merge, part in pairs])
+
+    return structure.unflatten(trained), merge
