@@ -7,7 +7,6 @@ import re
 import jax
 import nbformat
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
@@ -40,7 +39,7 @@ PAGES = {
         .loss_scale .learning_rate .lr .beta_1 epsilon minimize get_gradients
         apply_gradients get_scaled_loss get_unscaled_gradients get_config from_config
         .iterations variables .weights get_weights set_weights get_slot get_slot_names
-        add_slot add_weight tf.Variable tf.GradientTape ValueError""",
+        clipnorm clipvalue global_clipnorm tf.compat.v1 add_slot add_weight tf.Variable tf.GradientTape ValueError""",
     "PyTorch": """
         GradScaler init_scale growth_factor backoff_factor growth_interval enabled
         device torch.cuda.amp .cuda() model.parameters optim.SGD scale(loss) backward
@@ -48,7 +47,7 @@ PAGES = {
         update(new_scale) get_scale get_growth_factor get_backoff_factor
         get_growth_interval set_growth_factor set_backoff_factor set_growth_interval
         is_enabled state_dict load_state_dict zero_grad() autocast device_type dtype
-        cache_enabled custom_fwd custom_bwd torch.get_autocast_dtype nn.Linear
+        compensation cache_enabled custom_fwd custom_bwd torch.get_autocast_dtype nn.Linear
         nn.MSELoss""",
     "MindSpore": """
         FixedLossScaleManager loss_scale drop_overflow_update DynamicLossScaleManager
@@ -63,7 +62,8 @@ PAGES = {
         reciprocal_sense start_overflow_check get_overflow_status process_loss_scale
         construct scale_grad grad_scale gradient_scale grad_reducer HyperMap
         MultitypeFuncGraph ops.partial ops.fill ops.depend WithLossCell reduction
-        Momentum AdamWeightDecay SoftmaxCrossEntropyWithLogits LossMonitor metrics
+        Momentum trainable_params AdamWeightDecay SoftmaxCrossEntropyWithLogits
+        LossMonitor metrics
         Accuracy model.train callbacks nn.Cell Conv2d Dense ReLU MaxPool2d Flatten
         Normal GeneratorDataset batch repeat create_dict_iterator set_context mode
         device_target GRAPH_MODE set_seed Tensor Parameter BatchNorm""",
@@ -115,7 +115,7 @@ def test_no_table_has_escaped_the_reading_of_tables():
 @EACH_ROW
 def test_a_row_says_what_to_type_or_that_it_cannot_be_had(title, row):
     assert len(row) == 3
-    name, here, difference = row
+    _, here, difference = row
     assert name
     assert all(cell.count("`") % 2 == 0 for cell in row)
     assert "`" in here or here.startswith(("Cannot be had: ", "The same."))
@@ -137,7 +137,7 @@ def names():
 
 @EACH_ROW
 def test_everything_to_type_in_a_row_runs(title, row, names):
-    name, here, difference = row
+    _, here, difference = row
     codes = re.findall("`(.+?)`", here)
     codes += re.findall(r"`((?:ols|optax|tx|rule)\..+?)`", difference)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -146,6 +146,44 @@ def test_everything_to_type_in_a_row_runs(title, row, names):
         arrays = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
         floating = [x for x in arrays if jax.numpy.issubdtype(x.dtype, np.floating)]
         assert all(np.isfinite(x).all() for x in floating)
+
+
+# What some of the entries give, worked out by hand: at first the scale is 2**15, no
+# step has been counted, and the learning rate is 1e-3.
+VALUES = {
+    "rule != ols.no_loss_scale()": True,
+    "rule.skips": True,
+    "ols.get_loss_scale(opt_state)": 2.0**15,
+    "state.loss_scale": 2.0**15,
+    "state.rule_state.growth_count": 0,
+    "state.step_count - state.total_notfinite": 0,
+    "ols.set_loss_scale(opt_state, 1024.0).loss_scale_state.loss_scale": 1024.0,
+    "rule.adjust(state, grads_finite=True).rule_state.growth_count": 1,
+    "rule.adjust(state, grads_finite=False).loss_scale": 2.0**14,
+    "rule.adjust(state, ols.all_finite(unscaled)).step_count": 1,
+    'ols.presets.torch().settings["growth_factor"]': 2.0,
+    'repr(ols.presets.torch()).startswith("presets.torch(init_scale=65536.0, ")': True,
+    'ols.presets.tf_keras(True, 32768.0, 2000).settings["initial_scale"]': 2.0**15,
+    "ols.dynamic_loss_scale(**rule.settings).settings == rule.settings": True,
+    'optax.tree.get(opt_state, "learning_rate")': np.float32(1e-3),
+    'optax.tree.get(optax.tree.set(opt_state, b1=0.7), "b1")': np.float32(0.7),
+    "ols.all_finite(unscaled)": True,
+    "ols.scale(loss, opt_state) / loss": 2.0**15,
+    "isinstance(tx, optax.GradientTransformationExtraArgs)": True,
+}
+
+
+@pytest.mark.parametrize("code", VALUES)
+def test_an_entry_gives_the_value_that_its_name_promises(code, names):
+    given = [found for _, row in ROWS for found in re.findall("`(.+?)`", row[1])]
+    assert any(found in code for found in given)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert eval(code, dict(names)) == VALUES[code]
+
+
+def test_a_disabled_scaler_is_found_to_be_disabled(names):
+    disabled = {**names, "rule": ols.presets.torch(enabled=False)}
+    assert eval("rule != ols.no_loss_scale()", disabled) is False
 
 
 @pytest.mark.parametrize(
