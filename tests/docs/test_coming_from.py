@@ -90,9 +90,6 @@ def tables():
 
 
 ROWS = [(title, row) for title, rows in tables().items() for row in rows]
-EACH_ROW = pytest.mark.parametrize(
-    ("title", "row"), ROWS, ids=[f"{title}: {row[0]}"[:60] for title, row in ROWS]
-)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -138,7 +135,9 @@ def names():
     return names
 
 
-@EACH_ROW
+@pytest.mark.parametrize(
+    ("title", "row"), ROWS, ids=[f"{title}: {row[0]}"[:60] for title, row in ROWS]
+)
 def test_everything_to_type_in_a_row_runs(title, row, names):
     _, here, difference = row
     codes = re.findall("`(.+?)`", here)
