@@ -1,7 +1,8 @@
 """The examples on the pages of other systems, and the recipes for them, as tests.
 
-Keras 3 and R's keras3, tf.keras and MindSpore's guides; PyTorch's page is in
-`test_pytorch_page.py`. The notebook 06_coming_from shows the same to read.
+Keras 3 and R's keras3, MindSpore's guides, and recipes. The pages of PyTorch and
+tf.keras are in `test_pytorch_page.py` and `test_tf_keras_page.py`. The notebook
+06_coming_from shows the same to read.
 """
 
 import jax
@@ -26,31 +27,7 @@ def square(var):
     return var**2
 
 
-def test_both_examples_of_the_tf_keras_page_give_its_values():
-    # opt = SGD(0.25); opt = LossScaleOptimizer(opt); var = tf.Variable(1.)
-    tx = ols.loss_scaled(optax.sgd(0.25), ols.presets.tf_keras())
-    var = jnp.asarray(1.0)
-    opt_state = tx.init(var)
-    # opt.minimize(loss_fn, var_list=var)
-    grad = ols.scaled_grad(square, opt_state)(var)
-    updates, opt_state = tx.update(grad, opt_state, var)
-    var = optax.apply_updates(var, updates)
-    assert var == 0.5  # The page's number.
-
-    # scaled_loss = opt.get_scaled_loss(loss); scaled_grad = tape.gradient(...)
-    scaled_grad = jax.grad(lambda var: ols.scale(square(var), opt_state))(var)
-    assert scaled_grad == 2.0**15
-    # (grad,) = opt.get_unscaled_gradients([scaled_grad])
-    grad = ols.unscale(scaled_grad, opt_state)
-    # opt.apply_gradients([(grad, var)])  # Loss scale is updated here
-    updates, opt_state = tx.update(grad, opt_state, var, grads_unscaled=True)
-    var = optax.apply_updates(var, updates)
-    assert var == 0.25  # The page's number.
-    state = ols.find_loss_scale_state(opt_state)
-    assert (state.step_count, state.rule_state.growth_count) == (2, 2)
-
-
-def test_the_second_example_of_the_tf_keras_page_works_by_hand():
+def test_the_second_example_of_the_tf_keras_page_works_with_the_pure_functions():
     rule = ols.presets.tf_keras()
     state, var = rule.init(), jnp.asarray(0.5)
     scaled_grad = jax.grad(lambda var: ols.scale(square(var), state))(var)
@@ -77,15 +54,6 @@ def test_a_loss_function_is_differentiated_as_scale_refuses_a_callable():
     assert ols.scaled_value_and_grad(square, state)(3.0) == (9.0, 12.0)
     with pytest.raises(TypeError, match="`tree` must hold arrays, got the function"):
         ols.scale(square, state)
-
-
-def test_tf_keras_hyperparameters_are_read_and_set_on_the_inner_optimizer():
-    tx = ols.loss_scaled(optax.inject_hyperparams(optax.adam)(1e-3, b1=0.8))
-    opt_state = tx.init(jnp.ones(1))
-    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.8)
-    opt_state = optax.tree.set(opt_state, b1=0.7)
-    _, opt_state = tx.update(jnp.ones(1), opt_state, jnp.ones(1))
-    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.7)
 
 
 def run(rule, magnitude, steps):
