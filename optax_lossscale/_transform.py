@@ -96,7 +96,9 @@ def loss_scaled(
     If `MultiSteps` were outside, one NaN would poison it for ever. Whatever skips bad
     steps by itself, such as `optax.apply_if_finite`, must not be outside either: it
     hides them from the rule, so the scale does not back off. Functions that read the
-    state of the inner optimizer take `opt_state.inner_state`.
+    state of the inner optimizer take `opt_state.inner_state`. A state holds a learning
+    rate only if the optimizer was made by `optax.inject_hyperparams`; for any other,
+    `optax.tree.get(opt_state, "learning_rate")` returns None.
 
     Args:
       inner: The optimizer: anything with pure functions `init` and `update`. None is

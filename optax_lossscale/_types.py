@@ -1,8 +1,9 @@
 """The type aliases of signatures."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import optax
 
 # Any pytree of arrays.
@@ -13,3 +14,5 @@ Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 AxisName: TypeAlias = Hashable
 # A floor or a cap of the loss scale: one number, or a number for each step.
 ScaleBound: TypeAlias = float | optax.Schedule
+# What `loss_scale_metrics` returns, for one step or stacked over several.
+Metrics: TypeAlias = Mapping[str, jax.typing.ArrayLike]

@@ -21,7 +21,7 @@ import numpy as np
 
 from optax_lossscale._checks import check_concrete, check_float_dtype
 from optax_lossscale._tree import floating_leaves
-from optax_lossscale._types import PyTree
+from optax_lossscale._types import Metrics, PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 
 if TYPE_CHECKING:
@@ -41,10 +41,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 
 def plot_loss_scale(
-    history: Mapping[str, jax.typing.ArrayLike]
-    | Sequence[Mapping[str, jax.typing.ArrayLike]],
-    *,
-    ax: Axes | None = None,
+    history: Metrics | Sequence[Metrics], *, ax: Axes | None = None
 ) -> Axes:
     """Draws the loss scale over the steps of a run, and marks the skipped steps.
 
@@ -289,7 +286,7 @@ def plot_underflow_by_leaf(
     return ax
 
 
-def _stacked(history: Any) -> Mapping[str, jax.typing.ArrayLike]:
+def _stacked(history: Metrics | Sequence[Metrics]) -> Metrics:
     """The metrics of a run as one dict of arrays over its steps."""
     names = {"loss_scale", "last_finite"}
     steps = [history] if isinstance(history, Mapping) else history

@@ -1,5 +1,6 @@
 """Diagnostics of overflow and underflow against NumPy, over the range of each dtype."""
 
+import functools
 import io
 import math
 
@@ -282,3 +283,14 @@ def test_bad_settings_are_refused():
         diagnostics.exponent_histogram(jnp.ones(1), min_exponent=3, max_exponent=2)
     with pytest.raises(ValueError, match="`margin_bits` must be finite, at least 0"):
         diagnostics.suggest_init_scale(jnp.ones(1), margin_bits=-1.0)
+
+
+def test_a_report_printed_inside_jit_is_refused_with_what_to_do_instead():
+    with pytest.raises(
+        TypeError, match=r"traced ones, as inside `jit`.*debug.callback"
+    ):
+        jax.jit(diagnostics.print_nonfinite_report)(jnp.ones(2))
+    callback = functools.partial(diagnostics.print_nonfinite_report, file=io.StringIO())
+    jax.jit(lambda x: jax.debug.callback(callback, x))(jnp.ones(2))
+    jax.effects_barrier()
+    assert callback.keywords["file"].getvalue().startswith("0 of 1 floating leaves")

@@ -6,6 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import pytest
 
 import optax_lossscale as ols

@@ -1,5 +1,7 @@
 """The dynamic rule, the static rule and no loss scale; and refused settings."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,20 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+
+PRESETS = (
+    "apex",
+    "deepspeed",
+    "fairseq",
+    "flax",
+    "jmp",
+    "keras",
+    "megatron",
+    "mindspore_dynamic",
+    "mindspore_fixed",
+    "tf_keras",
+    "torch",
+)
 
 
 def scales(rule, history):
@@ -273,3 +289,74 @@ def test_a_setting_can_be_at_the_end_of_its_range():
 def test_settings_can_be_numpy_numbers():
     rule = ols.dynamic_loss_scale(np.float32(8), growth_interval=np.int64(1))
     assert scales(rule, [True]) == [8, 16]
+
+
+def test_a_rule_shows_its_settings():
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=100)
+    assert repr(rule) == (
+        "dynamic_loss_scale(init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, "
+        "growth_interval=100, min_scale=5.960464477539063e-08, max_scale=16777216.0, "
+        "hysteresis=1, hysteresis_refill='finite')"
+    )
+    assert rule.settings["growth_interval"] == 100
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ols.dynamic_loss_scale,
+        ols.smooth_loss_scale,
+        ols.headroom_loss_scale,
+        functools.partial(ols.static_loss_scale, 8.0),
+        *(getattr(ols.presets, name) for name in PRESETS),
+    ],
+)
+def test_the_settings_of_a_rule_make_the_same_rule_again(make):
+    rule = make()
+    again = getattr(make, "func", make)(**rule.settings)
+    assert repr(again) == repr(rule)
+    assert_same_bits(again.init(), rule.init())
+
+
+def test_a_preset_shows_the_names_of_its_own_system():
+    rule = ols.presets.mindspore_dynamic(4.0, scale_window=3000)
+    assert repr(rule) == (
+        "presets.mindspore_dynamic(init_loss_scale=4.0, scale_factor=2, "
+        "scale_window=3000)"
+    )
+
+
+def test_a_rule_without_settings_shows_its_name():
+    assert repr(ols.no_loss_scale()) == "no_loss_scale()"
+    assert ols.no_loss_scale().settings == {}
+    assert repr(ols.presets.torch(enabled=False)) == "no_loss_scale()"
+
+
+def test_a_rule_of_your_own_shows_its_fields():
+    rule = ols.LossScale(abs, max, skips=False)
+    assert rule.settings == {}
+    assert repr(rule) == (
+        "LossScale(init=<built-in function abs>, adjust=<built-in function max>, "
+        "skips=False, needs_grads_max=False)"
+    )
+
+
+def test_settings_that_were_read_cannot_change_the_rule():
+    rule = ols.dynamic_loss_scale(8.0)
+    rule.settings["init_scale"] = 4.0
+    assert rule.settings["init_scale"] == 8.0
+
+
+def test_a_rule_continued_from_pytorch_shows_the_settings_that_were_saved():
+    state_dict = ols.presets.to_torch_state_dict(
+        ols.presets.torch(8.0).init(), growth_interval=7
+    )
+    rule, _ = ols.presets.from_torch_state_dict(state_dict)
+    assert rule.settings["growth_interval"] == 7
+
+
+def test_a_run_continues_under_a_rule_with_other_settings():
+    old = ols.presets.torch(2.0**10, growth_interval=2000)
+    state = old.adjust(old.adjust(old.init(), False), True)
+    new = ols.presets.torch(2.0**10, growth_interval=2)
+    assert new.adjust(state, True).loss_scale == 2.0**10

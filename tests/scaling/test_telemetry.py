@@ -1,5 +1,7 @@
 """Metrics of a training loop, and the error for a run that stalls."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,3 +145,42 @@ def test_a_run_goes_on_with_the_same_types_from_a_state_of_numbers(kind, is_jitt
 def test_metrics_of_no_loss_scale_show_the_scale_that_is_used():
     state = ols.no_loss_scale().init()._replace(loss_scale=jnp.float32(jnp.nan))
     assert ols.loss_scale_metrics(state)["loss_scale"] == ols.get_loss_scale(state) == 1
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_metrics_give_the_norm_of_the_unscaled_gradients(jit):
+    tx = ols.loss_scaled(adam(), RULE)
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(()), "steps": jnp.arange(2)}
+    opt_state = tx.init({"w": params["w"], "b": params["b"]})
+    loss_fn = lambda p: 3 * p["w"][0] + 4 * p["w"][1] + 12 * p["b"]  # noqa: E731
+    grads = ols.scaled_grad(loss_fn, opt_state)(params)
+    metrics = jit(lambda g: ols.loss_scale_metrics(opt_state, grads=g))(grads)
+    assert metrics["grad_norm"].dtype == jnp.float32
+    assert metrics["grad_norm"] == 13.0
+
+
+def test_the_gradient_norm_of_an_overflow_is_not_finite():
+    metrics = ols.loss_scale_metrics(RULE.init(), grads=jnp.asarray([jnp.inf, 1.0]))
+    assert metrics["grad_norm"] == jnp.inf
+
+
+def test_the_gradient_norm_leaves_out_what_is_no_floating_array():
+    grads = {"w": jnp.full(1, 2048.0, jnp.float16), "n": jnp.arange(3), "f": None}
+    assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
+
+
+def test_metrics_become_json_by_the_documented_call():
+    metrics = ols.loss_scale_metrics(after([True, False]))
+    text = json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))
+    assert json.loads(text) == {
+        "loss_scale": 512.0,
+        "last_finite": False,
+        "notfinite_count": 1,
+        "total_notfinite": 1,
+        "skip_rate": 0.5,
+    }
+
+
+def test_raise_if_stalled_inside_jit_says_where_to_call_it():
+    with pytest.raises(TypeError, match=r"got traced ones, as inside `jit`.*returns"):
+        jax.jit(lambda state: ols.raise_if_stalled(state))(RULE.init())

@@ -512,6 +512,41 @@ def test_a_state_of_the_wrong_type_is_refused(wrap):
         tx.update(GRADS, wrap(tx.init(PARAMS)), PARAMS)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "hint"),
+    [
+        (lambda s: s.loss_scale_state, r"Pass what `init` or the last `update` return"),
+        (lambda s: s.inner_state, r"`adopt_inner_state\(state, loss_scale\)`"),
+        (lambda s: (s, ()), r"Did you mean `state\[0\]`\?"),
+        (lambda s: {"a": s, "b": s}, r"mean `state\['a'\]` or `state\['b'\]`\?"),
+    ],
+)
+def test_a_wrong_state_is_refused_with_a_hint_that_fits_it(wrap, hint):
+    tx = ols.loss_scaled(adam(), RULE)
+    with pytest.raises(ValueError, match=hint):
+        tx.update(GRADS, wrap(tx.init(PARAMS)), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "hint"),
+    [
+        (ols.dynamic_loss_scale, r"Did you mean `dynamic_loss_scale\(\)`"),
+        (ols.presets.torch, r"Did you mean `torch\(\)`"),
+        (
+            functools.partial(ols.static_loss_scale, 8.0),
+            r"Did you mean `loss_scale\(\)`",
+        ),
+        (lambda: ols.no_loss_scale(), r"Did you mean `loss_scale\(\)`"),
+        (8.0, r"Did you mean `static_loss_scale"),
+    ],
+)
+def test_a_rule_that_was_not_called_is_refused_with_the_call(rule, hint):
+    with pytest.raises(TypeError, match=hint):
+        ols.loss_scaled(adam(), rule)
+    with pytest.raises(TypeError, match=hint):
+        ols.adopt_inner_state(adam().init(PARAMS), rule)
+
+
 def test_adopting_a_state_with_a_number_as_the_rule_is_refused():
     with pytest.raises(TypeError, match=r"`loss_scale` must be a LossScale, got 4.0"):
         ols.adopt_inner_state(adam().init(PARAMS), 4.0)

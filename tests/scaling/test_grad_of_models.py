@@ -1,0 +1,376 @@
+"""`scaled_value_and_grad` of NNX modules and states, and of Equinox modules."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+
+X = jnp.arange(8.0).reshape(4, 2) / 4
+Y = jnp.ones((4, 2))
+SCALE = 2.0**10
+STATE = ols.static_loss_scale(SCALE).init()
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Flax's and Equinox's layers need it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Net(nnx.Module):
+    """A layer, batch normalization and dropout."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.layer = nnx.Linear(2, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.layer(x)))
+
+
+def loss_fn(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def values(module_or_state):
+    """The arrays of a module or a state, as a dict of plain ones, keys as numbers."""
+    is_state = isinstance(module_or_state, nnx.State)
+    state = module_or_state if is_state else nnx.state(module_or_state)
+    return jax.tree.map(
+        lambda x: (
+            jax.random.key_data(x)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            else x
+        ),
+        nnx.to_pure_dict(state),
+    )
+
+
+def assert_scaled(grads, expected):
+    """Checks that gradients are `SCALE` times those of NNX, of the same variables."""
+    expected = jax.tree.map(lambda grad: grad * SCALE, values(expected))
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-2),
+        values(grads),
+        expected,
+    )
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_module_is_differentiated_and_changed_as_by_nnx(jit):
+    ours, theirs = Net(), Net()
+    run = jit(lambda *args: ols.scaled_value_and_grad(loss_fn, STATE)(*args))
+    for _ in range(2):
+        loss, grads = run(ours, X, Y)
+        expected_loss, expected = nnx.value_and_grad(loss_fn)(theirs, X, Y)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        assert_scaled(grads, expected)
+    assert int(ours.dropout.rngs.count[...]) == 2
+    jax.tree.map(np.testing.assert_allclose, values(ours), values(theirs))
+
+
+def test_the_variables_of_an_nnx_optimizer_are_differentiated():
+    class Adapted(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.base = nnx.Linear(2, 2, rngs=rngs)
+            self.lora = nnx.LoRA(2, 1, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.base(x) + self.lora(x)
+
+    model = Adapted()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    before = jnp.copy(model.base.kernel[...])
+    _, grads = ols.scaled_value_and_grad(loss_fn, optimizer)(model, X, Y)
+    wanted = nnx.DiffState(0, nnx.LoRAParam)
+    assert_scaled(grads, nnx.grad(loss_fn, argnums=wanted)(model, X, Y))
+    assert list(values(grads)) == ["lora"]
+    optimizer.update(model, grads)
+    assert_same_bits(model.base.kernel[...], before)
+
+
+def test_several_modules_are_differentiated_by_argnums():
+    def two(one, other, x):
+        return jnp.mean(one(x) * other(x))
+
+    ours, theirs = [Net(0), Net(1)], [Net(0), Net(1)]
+    grads = ols.scaled_grad(two, STATE, argnums=(0, 1))(*ours, X)
+    expected = nnx.grad(two, argnums=(0, 1))(*theirs, X)
+    for ours_grads, theirs_grads in zip(grads, expected, strict=True):
+        assert_scaled(ours_grads, theirs_grads)
+    second = ols.scaled_grad(two, STATE, argnums=1)(Net(0), Net(1), X)
+    assert_scaled(second, expected[1])
+
+
+def test_a_module_that_is_not_differentiated_is_changed_too():
+    params, teacher = jnp.ones(2), Net()
+    grads = ols.scaled_grad(lambda p, m: jnp.sum(p * m(X)), STATE)(params, teacher)
+    assert grads.shape == (2,)
+    assert int(teacher.dropout.rngs.count[...]) == 1
+
+
+def test_modules_in_a_dict_are_differentiated():
+    models = {"a": Net(0), "b": Net(1)}
+
+    def both(models, x):
+        return jnp.mean(models["a"](x) + models["b"](x))
+
+    grads = ols.scaled_grad(both, STATE)(models, X)
+    expected = nnx.grad(both)({"a": Net(0), "b": Net(1)}, X)
+    for name in models:
+        assert_scaled(grads[name], expected[name])
+
+
+def test_auxiliary_output_comes_with_a_module():
+    def with_aux(model, x):
+        out = model(x)
+        return jnp.mean(out), {"out": out}
+
+    (loss, aux), grads = ols.scaled_value_and_grad(with_aux, STATE, has_aux=True)(
+        Net(), X
+    )
+    assert loss == jnp.mean(aux["out"])
+    expected, _ = nnx.grad(with_aux, has_aux=True)(Net(), X)
+    assert_scaled(grads, expected)
+    _, aux = ols.scaled_grad(with_aux, STATE, has_aux=True)(Net(), X)
+    assert aux["out"].shape == X.shape
+
+
+def test_a_module_may_be_passed_by_keyword():
+    grads = ols.scaled_grad(loss_fn, STATE)(model=Net(), x=X, y=Y)
+    assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))
+
+
+def test_argnums_may_be_a_diff_state():
+    kernels = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("kernel")))
+    grads = ols.scaled_grad(loss_fn, STATE, argnums=kernels)(Net(), X, Y)
+    assert_scaled(grads, nnx.grad(loss_fn, argnums=kernels)(Net(), X, Y))
+
+
+def test_the_scale_of_each_call_is_that_of_the_optimizer_at_the_call():
+    model = Net()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    run = ols.scaled_grad(lambda model: jnp.sum(model.layer.bias[...]), optimizer)
+    np.testing.assert_array_equal(run(model)["layer"]["bias"][...], [SCALE, SCALE])
+    optimizer.update(model, jax.tree.map(lambda x: x * jnp.inf, run(model)))
+    np.testing.assert_array_equal(run(model)["layer"]["bias"][...], [SCALE / 2] * 2)
+
+
+def test_a_training_step_runs_in_nnx_scan():
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+
+    def train(model, optimizer, x, y):
+        loss, grads = ols.scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
+        optimizer.update(model, grads)
+        return loss
+
+    looped, scanned = Net(), Net()
+    optimizer = nnx.Optimizer(looped, tx, wrt=nnx.Param)
+    expected = [train(looped, optimizer, X * i, Y) for i in range(3)]
+    optimizer = nnx.Optimizer(scanned, tx, wrt=nnx.Param)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def body(carry, i):
+        return carry, train(*carry, X * i, Y)
+
+    _, losses = body((scanned, optimizer), jnp.arange(3.0))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert int(scanned.dropout.rngs.count[...]) == 3
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        values(scanned),
+        values(looped),
+    )
+
+
+def test_layers_mapped_and_scanned_by_nnx_are_differentiated():
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(
+                jax.random.split(jax.random.key(0), 3)
+            )
+
+        def __call__(self, x):
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def forward(x, layer):
+                return nnx.tanh(layer(x))
+
+            return forward(x, self.layers)
+
+    grads = ols.scaled_grad(loss_fn, STATE)(Deep(), X, Y)
+    assert_scaled(grads, nnx.grad(loss_fn)(Deep(), X, Y))
+
+
+def test_autocast_of_a_loss_of_a_module_works_in_the_three_lines():
+    model = Net()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    cast = ols.autocast(loss_fn)
+    loss, grads = ols.scaled_value_and_grad(cast, optimizer)(model, X, Y)
+    optimizer.update(model, grads)
+    reference = Net()
+    expected = loss_fn(reference, X, Y)
+    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    np.testing.assert_allclose(
+        model.norm.mean[...], reference.norm.mean[...], rtol=1e-2, atol=1e-3
+    )
+    assert int(model.dropout.rngs.count[...]) == 1
+
+
+def test_a_state_is_differentiated_with_respect_to_its_parameters():
+    graph, state = nnx.split(Net())
+
+    def of_state(state, x, y):
+        return loss_fn(nnx.merge(graph, state), x, y)
+
+    grads = ols.scaled_grad(of_state, STATE)(state, X, Y)
+    assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))
+
+
+def test_a_state_is_differentiated_with_respect_to_what_the_optimizer_trains():
+    model = nnx.LoRA(
+        2, 1, 2, base_module=nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
+    )
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    graph, state = nnx.split(model)
+    grads = ols.scaled_grad(lambda s: loss_fn(nnx.merge(graph, s), X, Y), optimizer)(
+        state
+    )
+    assert sorted(values(grads)) == ["lora_a", "lora_b"]
+
+
+def test_a_state_of_plain_arrays_is_differentiated_whole():
+    state = nnx.State({"w": jnp.ones(2), "b": jnp.zeros(2)})
+    grads = ols.scaled_grad(lambda s: jnp.sum(s["w"] * 2 + s["b"]), STATE)(state)
+    np.testing.assert_array_equal(grads["w"], [2 * SCALE] * 2)
+    np.testing.assert_array_equal(grads["b"], [SCALE] * 2)
+
+
+def test_batch_statistics_of_a_skipped_step_are_put_back_by_where_applied():
+    model = Net()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+        loss, grads = ols.scaled_value_and_grad(loss_fn, optimizer)(model, x, Y)
+        optimizer.update(model, grads)
+        new = nnx.state(model, nnx.BatchStat)
+        nnx.update(model, ols.where_applied(optimizer, new, old))
+        return loss
+
+    step(model, optimizer, X)
+    before = values(nnx.state(model, nnx.BatchStat))
+    assert np.any(np.asarray(before["norm"]["mean"]) != 0)
+    step(model, optimizer, X * jnp.nan)
+    assert_same_bits(values(nnx.state(model, nnx.BatchStat)), before)
+    step(model, optimizer, X)
+    assert np.isfinite(model.norm.mean[...]).all()
+    assert np.any(np.asarray(model.norm.mean[...]) != before["norm"]["mean"])
+
+
+class EqxNet(eqx.Module):
+    """An Equinox model with functions, flags, numbers and integers among its leaves."""
+
+    layer: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    table: jax.Array
+    temperature: float
+
+    def __init__(self):
+        self.layer = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.table = jnp.arange(2)
+        self.temperature = 2.0
+
+    def __call__(self, x, key):
+        return self.dropout(self.layer(x), key=key) / self.temperature
+
+
+def eqx_loss(model, x, key):
+    return jnp.mean(jax.vmap(model, (0, None))(x, key) ** 2)
+
+
+@pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
+def test_an_equinox_module_is_differentiated_as_by_equinox(jit):
+    model, key = EqxNet(), jax.random.key(1)
+    run = jit(lambda *args: ols.scaled_value_and_grad(eqx_loss, STATE)(*args))
+    loss, grads = run(model, X, key)
+    expected_loss, expected = eqx.filter_value_and_grad(eqx_loss)(model, X, key)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b * SCALE, rtol=1e-5),
+        grads,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_update_takes_an_equinox_module_whole_or_filtered(whole):
+    model, key = EqxNet(), jax.random.key(1)
+    tx = ols.loss_scaled(optax.adamw(0.1), ols.static_loss_scale(SCALE))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    opt_state = tx.init(params)
+    _, grads = ols.scaled_value_and_grad(eqx_loss, opt_state)(model, X, key)
+    updates, opt_state = tx.update(grads, opt_state, model if whole else params)
+    trained = eqx.apply_updates(model, updates)
+    bare = optax.adamw(0.1)
+    expected = eqx.filter_grad(eqx_loss)(model, X, key)
+    updates, _ = bare.update(expected, bare.init(params), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
+        eqx.filter(trained, eqx.is_array),
+        eqx.filter(eqx.apply_updates(model, updates), eqx.is_array),
+    )
+
+
+def test_leaves_that_are_no_floating_arrays_are_held_fixed_and_get_none():
+    params = {"w": jnp.ones(2), "steps": jnp.arange(2), "name": "x", "rate": 0.5}
+
+    def fun(params):
+        assert params["name"] == "x"
+        assert params["rate"] == 0.5
+        return jnp.sum(params["w"] * params["rate"])
+
+    grads = ols.scaled_grad(fun, STATE)(params)
+    np.testing.assert_array_equal(grads.pop("w"), [SCALE / 2] * 2)
+    assert grads == {"steps": None, "name": None, "rate": None}
+
+
+def test_python_numbers_alone_are_differentiated_as_by_jax():
+    grads = ols.scaled_grad(lambda p: p["a"] * p["b"], STATE)({"a": 2.0, "b": 3.0})
+    assert grads == {"a": 3 * SCALE, "b": 2 * SCALE}
+
+
+def test_an_argument_without_anything_to_differentiate_raises_the_error_of_jax():
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        ols.scaled_grad(lambda tokens: jnp.sum(tokens), STATE)(jnp.arange(3))
+
+
+def test_allow_int_gives_integer_arrays_what_jax_gives_them():
+    params = {"w": jnp.ones(2), "steps": jnp.arange(2)}
+    grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=True)(params)
+    assert grads["steps"].dtype == jax.dtypes.float0
+
+
+def test_negative_argnums_name_arguments_from_the_end():
+    grads = ols.scaled_grad(lambda x, p: x.sum() * p["w"].sum(), STATE, argnums=-1)(
+        X, {"w": jnp.ones(2), "name": "x"}
+    )
+    np.testing.assert_array_equal(grads["w"], [float(X.sum()) * SCALE] * 2)
+    assert grads["name"] is None

@@ -1,0 +1,98 @@
+"""`where_applied` keeps what lives outside the optimizer on a skipped step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+
+TX = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(2.0**10))
+APPLIED = TX.init(jnp.ones(2))
+_, SKIPPED = TX.update(jnp.full(2, jnp.nan), APPLIED)
+NEW = {"mean": jnp.asarray([jnp.nan, 1.0]), "count": jnp.asarray(4), "name": "new"}
+OLD = {"mean": jnp.asarray([2.0, 3.0]), "count": jnp.asarray(3), "name": "old"}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped(jit):
+    new, old = ({k: tree[k] for k in ("mean", "count")} for tree in (NEW, OLD))
+    select = jit(lambda opt_state: ols.where_applied(opt_state, new, old))
+    assert_same_bits(select(APPLIED), new)
+    assert_same_bits(select(SKIPPED), old)
+
+
+def test_leaves_that_are_no_arrays_are_those_of_new():
+    assert ols.where_applied(SKIPPED, NEW, OLD)["name"] == "new"
+
+
+def test_a_step_that_was_not_accepted_counts_as_skipped():
+    for rule in (ols.dynamic_loss_scale(), ols.no_loss_scale()):
+        tx = ols.loss_scaled(optax.sgd(0.1), rule)
+        _, opt_state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), accept=False)
+        assert ols.where_applied(opt_state, 1.0, 2.0) == 2.0
+
+
+def test_random_keys_are_selected():
+    keys = jax.random.split(jax.random.key(0))
+    kept = ols.where_applied(SKIPPED, keys[0], keys[1])
+    assert_same_bits(jax.random.key_data(kept), jax.random.key_data(keys[1]))
+
+
+def test_arrays_of_another_shape_are_refused_instead_of_broadcast():
+    with pytest.raises(ValueError, match=r"same shapes, got \(2,\) and \(\)"):
+        ols.where_applied(APPLIED, jnp.ones(2), jnp.ones(()))
+
+
+def test_trees_of_another_structure_are_refused():
+    with pytest.raises(ValueError, match="pytree"):
+        ols.where_applied(APPLIED, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+
+
+def test_each_member_of_a_stacked_state_selects_its_own_rows():
+    states = jax.tree.map(lambda *x: jnp.stack(x), APPLIED, SKIPPED)
+    new, old = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    kept = ols.where_applied(states, new, old)
+    np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
+
+
+def test_several_states_are_refused_and_a_found_one_is_taken():
+    both = {"a": APPLIED, "b": SKIPPED}
+    with pytest.raises(ValueError, match=r"find_loss_scale_state\(tree, path='a'\)"):
+        ols.where_applied(both, 1.0, 2.0)
+    state = ols.find_loss_scale_state(both, path="b")
+    assert ols.where_applied(state, 1.0, 2.0) == 2.0
+
+
+def test_an_old_state_that_shares_variables_with_the_new_one_is_refused():
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    old = nnx.state(model, nnx.BatchStat)
+    model(jnp.arange(4.0).reshape(2, 2))
+    new = nnx.state(model, nnx.BatchStat)
+    with pytest.raises(ValueError, match=r"`old` must be a copy.*jax.tree.map\(jnp.co"):
+        ols.where_applied(APPLIED, new, old)
+
+
+def test_a_copy_of_an_nnx_state_keeps_its_values():
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    model(jnp.full((2, 2), jnp.nan))
+    new = nnx.state(model, nnx.BatchStat)
+    nnx.update(model, ols.where_applied(SKIPPED, new, old))
+    np.testing.assert_array_equal(model.mean[...], [0.0, 0.0])
+    np.testing.assert_array_equal(model.var[...], [1.0, 1.0])
+
+
+def test_it_works_inside_a_scan_of_steps():
+    def step(carry, grad):
+        opt_state, mean = carry
+        _, opt_state = TX.update(jnp.full(2, grad), opt_state)
+        mean = ols.where_applied(opt_state, mean + grad, mean)
+        return (opt_state, mean), mean
+
+    grads = jnp.asarray([1.0, jnp.inf, 2.0])
+    _, means = jax.lax.scan(step, (APPLIED, jnp.asarray(0.0)), grads)
+    np.testing.assert_array_equal(means, [1.0, 1.0, 3.0])
