@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -154,12 +154,11 @@ def _value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+        numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
         allow_int = jax_kwargs.get("allow_int", False)
         trainable, merges = list(args), {}
         for index in range(len(args)):
-            is_differentiated = index in numbers or index - len(args) in numbers
-            if is_differentiated and not modules_of(args[index]):
+            if index in numbers or index - len(args) in numbers:
                 trainable[index], merges[index] = split_trainable(
                     args[index], wrt, allow_int=allow_int
                 )

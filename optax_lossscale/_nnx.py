@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ def value_and_grad_of_modules(
         is_default = isinstance(argnum, nnx.DiffState) or wrt is nnx.Param
         return argnum if is_default else nnx.DiffState(argnum, wrt)
 
-    if isinstance(argnums, Sequence):
+    if isinstance(argnums, Iterable):
         selected = tuple(map(select, argnums))
     else:
         selected = select(argnums)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._nnx import is_state, split_state
+from optax_lossscale._nnx import is_module, is_nnx, split_state
 from optax_lossscale._tree import dtype_of, is_floating_array
 from optax_lossscale._types import PyTree
 
@@ -15,20 +15,22 @@ def split_trainable(
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """The part of an argument to differentiate, and a function that adds the rest.
 
-    An `nnx.State` is reduced to the variables that `wrt` selects. In any other tree,
-    None takes the place of each leaf that is not trained. An argument without a
-    floating array is returned whole: JAX differentiates Python numbers, and says what
-    is wrong with anything else.
+    An `nnx.State` is reduced to the variables that `wrt` selects; an `nnx.Module` is
+    left to NNX. In any other tree, None takes the place of each leaf that is not
+    trained. An argument without a floating array is returned whole: JAX differentiates
+    Python numbers, and says what is wrong with anything else.
     """
     structure: Any
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_state)
-    if not any(is_state(leaf) or is_floating_array(leaf) for leaf in leaves):
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_nnx)
+    if not any(is_nnx(leaf) or is_floating_array(leaf) for leaf in leaves):
         return tree, lambda tree: tree
 
     def split(leaf: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-        if is_state(leaf):
+        if is_module(leaf) or is_floating_array(leaf):
+            return leaf, lambda trained: trained
+        if is_nnx(leaf):
             return split_state(leaf, wrt)
-        if is_floating_array(leaf) or (allow_int and dtype_of(leaf) is not None):
+        if allow_int and dtype_of(leaf) is not None:
             return leaf, lambda trained: trained
         return None, lambda _: leaf
 

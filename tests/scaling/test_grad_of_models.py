@@ -132,6 +132,19 @@ def test_modules_in_a_dict_are_differentiated():
         assert_scaled(grads[name], expected[name])
 
 
+def test_a_module_beside_arrays_and_other_things_is_differentiated_with_them():
+    def fun(tree):
+        assert tree["name"] == "x"
+        return jnp.mean(tree["model"](X) * tree["w"])
+
+    tree = {"model": Net(), "w": jnp.ones(2), "n": 3, "name": "x"}
+    grads = ols.scaled_grad(fun, STATE)(tree)
+    expected = nnx.grad(lambda model: jnp.mean(model(X)))(Net())
+    assert_scaled(grads["model"], expected)
+    assert grads["w"].shape == (2,)
+    assert (grads["n"], grads["name"]) == (None, None)
+
+
 def test_auxiliary_output_comes_with_a_module():
     def with_aux(model, x):
         out = model(x)
