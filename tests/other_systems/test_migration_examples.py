@@ -1,7 +1,8 @@
 """The examples on the pages of other systems, and the recipes for them, as tests.
 
-Keras 3 and R's keras3, tf.keras, PyTorch's GradScaler and MindSpore's guide. The
-notebook 06_coming_from shows the same to read.
+Keras 3 and R's keras3, MindSpore's guides, and recipes. The pages of PyTorch and
+tf.keras are in `test_pytorch_page.py` and `test_tf_keras_page.py`. The notebook
+06_coming_from shows the same to read.
 """
 
 import jax
@@ -26,25 +27,14 @@ def square(var):
     return var**2
 
 
-def test_tf_keras_minimize_and_scaling_by_hand_give_the_values_of_the_page():
-    # The page prints 0.5 after `minimize`, and 0.25 after the step by hand.
+def test_the_second_example_of_the_tf_keras_page_works_with_the_pure_functions():
     rule = ols.presets.tf_keras()
-    tx = ols.loss_scaled(optax.sgd(0.25), rule)
-    var = jnp.asarray(1.0)
-    opt_state = tx.init(var)
-    grad = ols.scaled_grad(square, opt_state)(var)
-    updates, opt_state = tx.update(grad, opt_state, var)
-    var = optax.apply_updates(var, updates)
-    assert var == 0.5
-
-    state = ols.find_loss_scale_state(opt_state)
+    state, var = rule.init(), jnp.asarray(0.5)
     scaled_grad = jax.grad(lambda var: ols.scale(square(var), state))(var)
-    assert scaled_grad == 2.0**15
     grad = ols.unscale(scaled_grad, state)
-    var = var - 0.25 * grad
     state = rule.adjust(state, ols.all_finite(grad))
-    assert var == 0.25
-    assert (state.step_count, state.rule_state.growth_count) == (2, 2)
+    assert var - 0.25 * grad == 0.25
+    assert state.rule_state.growth_count == 1
 
 
 def test_tf_keras_get_unscaled_gradients_ignores_none():
@@ -66,17 +56,52 @@ def test_a_loss_function_is_differentiated_as_scale_refuses_a_callable():
         ols.scale(square, state)
 
 
-def test_tf_keras_hyperparameters_are_read_and_set_on_the_inner_optimizer():
-    tx = ols.loss_scaled(optax.inject_hyperparams(optax.adam)(1e-3, b1=0.8))
-    opt_state = tx.init(jnp.ones(1))
-    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.8)
-    opt_state = optax.tree.set(opt_state, b1=0.7)
-    _, opt_state = tx.update(jnp.ones(1), opt_state, jnp.ones(1))
-    assert np.isclose(optax.tree.get(opt_state, "b1"), 0.7)
+def run(rule, magnitude, steps):
+    """Which of some steps are skipped, if the largest gradient stays the same."""
+
+    def step(state, _):
+        finite = state.loss_scale * magnitude <= 65504
+        return rule.adjust(state, finite), ~finite
+
+    return jax.lax.scan(step, rule.init(), length=steps)[1]
+
+
+@pytest.mark.parametrize("skips", [2, 8, 15])
+def test_two_to_fifteen_first_steps_are_skipped_for_gradients_of_that_many_bits(skips):
+    # tf.keras's page: the first 2 to 15 steps are skipped. The scale starts at 2**15,
+    # so each bit of the largest gradient costs one step.
+    skipped = run(ols.presets.tf_keras(), 2.0**skips, 100)
+    assert skipped[:skips].all()
+    assert not skipped[skips:].any()
+
+
+@pytest.mark.parametrize("growth_interval", [20, 2000])
+def test_about_one_step_in_a_growth_interval_is_skipped_in_the_long_run(
+    growth_interval,
+):
+    # tf.keras's page: 0.05 %, 1 / dynamic_growth_steps. Exactly, each overflow is
+    # followed by as many finite steps as the interval has.
+    rule = ols.presets.tf_keras(dynamic_growth_steps=growth_interval)
+    skipped = run(rule, 1.0, 10 * (growth_interval + 1))
+    assert skipped.sum() == 10
+
+
+def test_a_scale_too_high_comes_down_2000_times_faster_than_one_too_low_climbs():
+    # Keras's page: a loss scale that is too high gets lowered far more quickly. The
+    # largest scale that fits a gradient of 1 is 2**15; both start five bits off.
+    def steps_until_it_fits(rule):
+        state, steps = rule.init(), 0
+        while state.loss_scale != 2.0**15:
+            state = rule.adjust(state, state.loss_scale <= 65504)
+            steps += 1
+        return steps
+
+    assert steps_until_it_fits(ols.presets.keras(2.0**20)) == 5
+    low = ols.presets.keras(2.0**10, dynamic_growth_steps=20)
+    assert steps_until_it_fits(low) == 5 * 20  # 5 * 2000 at Keras's default.
 
 
 def test_the_first_steps_of_a_high_initial_scale_are_skipped_as_in_keras():
-    # tf.keras's page: the first 2 to 15 steps are skipped, as the first scale is high.
     tx = ols.loss_scaled(optax.sgd(0.1), ols.presets.keras(2.0**24))
     weight = jnp.asarray(1.0)
     opt_state = tx.init(weight)
@@ -93,59 +118,53 @@ def test_the_first_steps_of_a_high_initial_scale_are_skipped_as_in_keras():
     assert metrics["notfinite_count"] == 0
 
 
-def torch_page_batches():
-    rng = np.random.default_rng(0)
-    return [
-        (np.float32(rng.normal(size=(8, 10))), np.float32(rng.normal(size=(8, 1))))
-        for _ in range(10)
-    ]
+# PyTorch's setters: a new rule, and the state that there is.
 
 
-@ols.autocast
-def linear_loss(params, x, y, compensation=1.0):
-    """nn.Linear(10, 1) and MSELoss under autocast, times a constant as on the page."""
-    return jnp.mean((x @ params["weight"] + params["bias"] - y) ** 2) * compensation
+def test_a_new_growth_interval_takes_effect_with_the_old_state():
+    # set_growth_interval(4) after three finite steps: the fourth lets the scale grow.
+    params = jnp.ones(2)
+    old = ols.loss_scaled(optax.adam(0.1), ols.presets.torch(8.0))
+    new = ols.loss_scaled(optax.adam(0.1), ols.presets.torch(growth_interval=4))
+    opt_state = old.init(params)
+    for _ in range(3):
+        _, opt_state = old.update(ols.scale(params, opt_state), opt_state, params)
+    _, opt_state = new.update(ols.scale(params, opt_state), opt_state, params)
+    assert ols.get_loss_scale(opt_state) == 16.0
+    assert optax.tree.get(opt_state.inner_state, "count") == 4
 
 
-LINEAR = {"weight": jnp.full((10, 1), 0.1), "bias": jnp.zeros(1)}
+def test_new_growth_and_backoff_factors_take_effect_with_the_old_state():
+    # set_growth_factor(4.0) and set_backoff_factor(0.25).
+    state = ols.presets.torch(8.0).init()
+    rule = ols.presets.torch(growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
+    assert rule.adjust(state, True).loss_scale == 32.0
+    assert rule.adjust(state, False).loss_scale == 2.0
 
 
-def test_the_training_loop_of_the_torch_page_works():
-    tx = ols.loss_scaled(optax.sgd(1e-3), ols.presets.torch())
-    params, opt_state = LINEAR, tx.init(LINEAR)
-
-    @jax.jit
-    def step(params, opt_state, x, y):
-        loss, grads = ols.scaled_value_and_grad(linear_loss, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    plain = LINEAR
-    for _ in range(3):  # Three epochs.
-        for x, y in torch_page_batches():
-            params, opt_state, loss = step(params, opt_state, x, y)
-            grads = jax.grad(linear_loss)(plain, x, y)
-            plain = jax.tree.map(lambda p, g: p - 1e-3 * g, plain, grads)
-    state = ols.find_loss_scale_state(opt_state)
-    assert np.isfinite(loss)
-    # As the page warns, the first steps overflow at 65536; then none does.
-    assert state.loss_scale == 65536.0 * 0.5 ** int(state.total_notfinite)
-    assert state.rule_state.growth_count == 30 - state.total_notfinite
-    assert state.total_notfinite <= 3
-    for ours, other in zip(params.values(), plain.values(), strict=True):
-        np.testing.assert_allclose(ours, other, atol=0.02)
+def test_update_with_a_new_scale_keeps_the_growth_tracker():
+    # scaler.update(1024.0): torch sets the scale and leaves the tracker alone.
+    state = ols.presets.torch(8.0, growth_interval=100).init()
+    state = ols.presets.torch(8.0).adjust(state, True)
+    state = ols.set_loss_scale(state, 1024.0)
+    assert (state.loss_scale, state.rule_state.growth_count) == (1024.0, 1)
 
 
-def test_the_compensated_loss_of_the_torch_page_overflows_at_65536_but_not_at_4096():
-    # A loss that multiplies itself by 100: gradients of 0.01 come to
-    # 0.01 * 100 * 65536 = 65536, beyond float16; with 4096, to 4096.
-    x, y = jnp.full((8, 10), 0.1), jnp.full((8, 1), 0.05)
-    finite = {}
-    for init_scale in (2.0**16, 2.0**12):
-        state = ols.presets.torch(init_scale).init()
-        grads = ols.scaled_grad(linear_loss, state)(LINEAR, x, y, compensation=100.0)
-        finite[init_scale] = bool(ols.all_finite(grads))
-    assert finite == {2.0**16: False, 2.0**12: True}
+def test_ftrl_without_penalties_takes_the_steps_of_adagrad_from_zero_weights():
+    # Keras's FTRL with `l1 = l2 = beta = 0`; Optax has none.
+    grads = np.random.default_rng(0).normal(size=20)
+    rate, accumulator, linear, weight = 0.1, 0.1, 0.0, 0.0
+    tx = ols.loss_scaled(optax.adagrad(rate, accumulator, eps=0.0))
+    params = jnp.zeros(())
+    opt_state = tx.init(params)
+    for grad in grads:
+        before, accumulator = accumulator, accumulator + grad**2
+        linear += grad - (accumulator**0.5 - before**0.5) / rate * weight
+        weight = -linear / (accumulator**0.5 / rate)
+        grad = ols.scale(jnp.float32(grad), opt_state)
+        updates, opt_state = tx.update(grad, opt_state)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params, weight, rtol=1e-4)
 
 
 class LeNet5(nn.Module):
@@ -227,33 +246,60 @@ def test_the_lenet_of_the_mindspore_page_trains_in_mixed_precision(level):
     assert metrics["loss_scale"] == first * 0.25 ** int(metrics["total_notfinite"])
 
 
+def skips_alone(optimizer):
+    """Optax's own wrapper: the optimizer skips each gradient that is not finite."""
+    return optax.apply_if_finite(optimizer, max_consecutive_errors=2**31 - 1)
+
+
 def test_optimizers_that_share_a_scale_skip_separately_and_back_off_once():
-    # torch: test_grad_scaling_multiple. The scale of each `loss_scaled` is 1, as the
-    # gradients that it is given are unscaled; it only skips.
+    # torch: test_grad_scaling_multiple. Each optimizer is Adam, whose moments and count
+    # a skip must not move.
     rule = ols.presets.torch(128.0, growth_interval=1)
-    shared = rule.init()
-    tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(1.0))
+    tx = skips_alone(optax.adam(0.1))
     params = {"generator": jnp.ones(2), "critic": jnp.ones(2)}
-    opt_states = {name: tx.init(param) for name, param in params.items()}
-    for bad in (None, "generator", None, "both"):
-        grads = {name: jnp.full(2, 0.5) for name in params}
-        for name in grads:
-            if bad in (name, "both"):
-                grads[name] = grads[name].at[0].set(jnp.inf)
-        before = params
-        grads = ols.unscale(ols.scale(grads, shared), shared)
+    carry = params, {name: tx.init(param) for name, param in params.items()}
+
+    @jax.jit
+    def step(carry, shared, scaled):
+        params, opt_states = carry
+        grads = ols.unscale(scaled, shared)
         for name in params:
-            updates, opt_states[name] = tx.update(grads[name], opt_states[name])
+            updates, opt_state = tx.update(grads[name], opt_states[name], params[name])
+            opt_states = {**opt_states, name: opt_state}
             params = {**params, name: optax.apply_updates(params[name], updates)}
-        shared = rule.adjust(shared, ols.all_finite(grads))
+        return (params, opt_states), rule.adjust(shared, ols.all_finite(grads))
+
+    def of(name, carry):
+        params, opt_states = carry
+        return params[name], opt_states[name].inner_state
+
+    shared = rule.init()
+    for bad in (None, "generator", None, "both"):
+        scaled = {name: jnp.full(2, 64.0) for name in params}
         for name in params:
-            assert np.all((params[name] == before[name]) == (bad in (name, "both")))
+            if bad in (name, "both"):
+                scaled[name] = scaled[name].at[0].set(jnp.inf)
+        before = carry
+        carry, shared = step(carry, shared, scaled)
+        for name in params:
+            if bad in (name, "both"):
+                assert_same_bits(of(name, carry), of(name, before))
+            else:
+                assert np.all(of(name, carry)[0] < of(name, before)[0])
     assert shared.loss_scale == 128.0 * 2 * 0.5 * 2 * 0.5
-    skipped = {
-        name: int(state.loss_scale_state.total_notfinite)
-        for name, state in opt_states.items()
-    }
+    skipped = {name: int(state.total_notfinite) for name, state in carry[1].items()}
     assert skipped == {"generator": 2, "critic": 1}
+
+
+def test_an_optimizer_that_skips_alone_never_gives_in():
+    # Beyond `max_consecutive_errors`, `apply_if_finite` applies what is not finite; the
+    # count stops at 2**31 - 1, so with that number it never does.
+    tx = skips_alone(optax.sgd(1.0))
+    opt_state = tx.init(jnp.ones(2))
+    opt_state = opt_state._replace(notfinite_count=jnp.int32(2**31 - 2))
+    for _ in range(3):
+        updates, opt_state = jax.jit(tx.update)(jnp.full(2, jnp.nan), opt_state)
+        np.testing.assert_array_equal(updates, [0.0, 0.0])
 
 
 def test_each_loss_can_have_a_scale_of_its_own():
@@ -261,7 +307,7 @@ def test_each_loss_can_have_a_scale_of_its_own():
     # scale backs off only for its own loss.
     rule = ols.presets.apex(2.0**15, scale_window=2)
     states = [rule.init(), rule.init()]
-    tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(1.0))
+    tx = skips_alone(optax.sgd(1.0))
     params = jnp.ones(2)
     opt_state = tx.init(params)
 
@@ -324,26 +370,3 @@ def test_a_gradient_penalty_survives_float16():
     np.testing.assert_allclose(ols.unscale(grads, scaled), expected, rtol=1e-3)
     lost = ols.scaled_grad(penalty_loss, unscaled)(params, unscaled, loss_fn)
     assert not np.any(lost > 0.0)
-
-
-@pytest.mark.parametrize("max_norm", [0.7, 1e6])
-def test_gradients_can_be_clipped_between_unscale_and_update(max_norm):
-    # torch: unscale_, clip_grad_norm_, step. Inside the wrapper, or by hand.
-    grads = jnp.asarray([3.0, 4.0])
-    tx = ols.loss_scaled(
-        optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(1.0))
-    )
-    opt_state = tx.init(grads)
-    inside, _ = tx.update(ols.scale(grads, opt_state), opt_state)
-    np.testing.assert_allclose(inside, -grads * min(1.0, max_norm / 5.0), rtol=1e-6)
-
-    state = ols.dynamic_loss_scale().init()
-    unscaled = ols.unscale(ols.scale(grads, state), state)
-    finite = ols.all_finite(unscaled)  # Before the clip, which would hide infinities.
-    clip = optax.clip_by_global_norm(max_norm)
-    clipped, _ = clip.update(unscaled, clip.init(unscaled))
-    assert finite
-    assert_same_bits(inside, -clipped)
-
-
-# Clipping by value, which must not hide an infinity: 10 of `test_known_bugs.py`.
