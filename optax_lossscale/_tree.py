@@ -199,7 +199,9 @@ def resolve_mask(mask: Mask, tree: PyTree) -> PyTree:
     """The pytree of bools, a prefix of `tree`, that a mask stands for."""
     if mask is None:
         return True
-    return mask(tree) if callable(mask) else mask
+    # An Equinox module of bools may be callable too.
+    has_bools = any(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
+    return mask(tree) if callable(mask) and not has_bools else mask
 
 
 def where_true(mask: PyTree, tree: PyTree) -> PyTree:

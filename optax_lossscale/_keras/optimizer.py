@@ -19,6 +19,7 @@ from optax_lossscale._keras.parts import (
     AverageAfterState,
     accumulate_before,
     average_after,
+    count_all_steps,
     decay_first,
     make_clip,
 )
@@ -26,23 +27,24 @@ from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import find_loss_scale_state
 from optax_lossscale._transform import loss_scaled
 from optax_lossscale._tree import check_structure, find_by_type, is_absent, unwrap
-from optax_lossscale._types import AxisName, PyTree
+from optax_lossscale._types import AxisName, Mask, PyTree
 from optax_lossscale.presets import keras, tf_keras
 
 
 def loss_scale_optimizer(
     inner_optimizer: optax.GradientTransformation | optax.MultiSteps,
-    *,
-    dynamic: bool = True,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
+    *,
+    dynamic: bool = True,
     weight_decay: float | None = None,
+    weight_decay_mask: Mask = None,
     learning_rate: optax.ScalarOrSchedule | None = None,
     clipnorm: float | None = None,
     clipvalue: float | None = None,
     global_clipnorm: float | None = None,
-    use_ema: bool = False,
-    ema_momentum: float = 0.99,
+    use_ema: bool | None = False,
+    ema_momentum: float | None = 0.99,
     ema_overwrite_frequency: int | None = None,
     loss_scale_factor: float | None = None,
     gradient_accumulation_steps: int | None = None,
@@ -57,7 +59,7 @@ def loss_scale_optimizer(
         if not finite: skip the rest
         accumulate g; on every k-th finite step, with g the mean of the last k:
             g = clip(g)
-            p = p - p * weight_decay * lr
+            p = p - p * weight_decay * lr  (where weight_decay_mask is True)
             p = p + inner_optimizer(g, p)
             a = ema_momentum * a + (1 - ema_momentum) * p  (first update: a = p)
             on every ema_overwrite_frequency-th update: p = a
@@ -74,30 +76,58 @@ def loss_scale_optimizer(
     **Departures from Keras 3.** Keras takes most of these options on the inner
     optimizer. Here they work on this wrapper, where Keras's documentation lists them.
     The average moves once in each update, as that documentation says; Keras's source
-    moves it on every micro-step. Schedules inside `inner_optimizer` count its updates,
-    while `learning_rate` counts all finite steps, as in Keras.
+    moves it on every micro-step.
+
+    **Schedules under accumulation** look at all finite steps, as in Keras: with `k = 3`
+    the first updates read them at 2, 5 and 8. That holds for `learning_rate`, and
+    inside `inner_optimizer` for the schedules of `optax.scale_by_schedule` (so for the
+    learning rate of nearly every optimizer), `optax.inject_hyperparams` and
+    `optax.add_decayed_weights`. Every other count, such as that of Adam's bias
+    correction, is of updates, again as in Keras. So is the count of a schedule in an
+    optimizer of your own, and in those of `optax.contrib` that have one count for
+    everything; there, pass `lambda count: schedule(k * count + k - 1)`.
+
+    **Frozen parameters.** Give them no gradient, or freeze them *inside* this wrapper.
+    Then there is one scale, and a bad gradient skips the step of all parameters. With
+    `optax.partition` outside, each part would have its own scale or none, and would be
+    updated when another is skipped.
+
+        labels = {"encoder": "freeze", "head": "train"}
+        freeze = {"train": optimizer, "freeze": optax.set_to_zero()}
+        tx = loss_scale_optimizer(
+            optax.partition(freeze, labels),
+            weight_decay=0.1,
+            weight_decay_mask={"encoder": False, "head": True},
+            learning_rate=1e-3,
+        )
+
+    The gradients of frozen parameters are still checked, and count in
+    `global_clipnorm`, unless `jax.lax.stop_gradient` in the loss makes them zero.
 
     Args:
       inner_optimizer: The optimizer: anything with `init` and `update`.
-      dynamic: Whether the scale changes. If False, the scale is `initial_scale`, which
-        is then required.
       initial_scale: First scale, dimensionless, from `2**-126` to `2**126`. None means
         `2**15`.
       dynamic_growth_steps: Finite steps in a row until the scale doubles, at least 1.
         None means 2000.
+      dynamic: Whether the scale changes. If False, the scale is `initial_scale`, which
+        is then required.
       weight_decay: Decoupled weight decay per unit of learning rate, at least 0. An
-        optimizer with a decay of its own, such as `optax.adamw`, applies that too. To
-        exempt parameters, for example frozen ones, put `optax.partition` around this
-        wrapper.
+        optimizer with a decay of its own, such as `optax.adamw`, applies that too.
+      weight_decay_mask: Marks the parameters that decay, as in `optax.adamw`: a pytree
+        of bools that is a prefix of the parameters, or a function that makes one from
+        them. None decays all. It is Keras's `exclude_from_weight_decay`; the second
+        example has its `var_names`.
       learning_rate: The learning rate of `inner_optimizer`, as a number of at least 0
-        or a schedule. Only `weight_decay` uses it, and requires it, because an Optax
-        optimizer reveals neither its learning rate nor any change of it.
+        or a schedule of the step. Only `weight_decay` uses it, and requires it, because
+        an Optax optimizer reveals neither its learning rate nor any change of it.
       clipnorm: Largest L2 norm of each gradient array, above 0.
       clipvalue: Largest magnitude of each gradient entry, above 0.
       global_clipnorm: Largest L2 norm of all gradients together, above 0.
       use_ema: Whether to keep a moving average of the parameters, which `ema_params`
-        returns.
-      ema_momentum: Weight of the old average in the new one, from 0 to 1.
+        returns. None means False.
+      ema_momentum: Weight of the old average in the new one, from 0 to 1. None means
+        0.99.
       ema_overwrite_frequency: The parameters are set to their average once in this many
         updates, at least 1. None means never; see `finalize_params`.
       loss_scale_factor: A fixed scale, dimensionless, from `2**-126` to `2**126`. It
@@ -110,14 +140,16 @@ def loss_scale_optimizer(
 
     Raises:
       ValueError: If a setting is outside its range, or if settings conflict: several of
-        the three clips; `weight_decay` without `learning_rate`; `dynamic=False` without
-        `initial_scale` or with `dynamic_growth_steps`; or `loss_scale_factor` with
-        `initial_scale` or `dynamic_growth_steps`. `update` raises it if `params` is
-        missing and `weight_decay` or `use_ema` is set.
+        the three clips; `weight_decay` without `learning_rate`; `weight_decay_mask`
+        without `weight_decay`; `dynamic=False` without `initial_scale` or with
+        `dynamic_growth_steps`; or `loss_scale_factor` with `initial_scale` or
+        `dynamic_growth_steps`. `init` raises it if `weight_decay_mask` does not fit the
+        parameters, `update` if `params` is missing and `weight_decay` or `use_ema` is
+        set.
       TypeError: If a setting is of the wrong kind.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.loss_scale_optimizer(optax.sgd(0.5), initial_scale=8.0, clipvalue=1)
       >>> params = jnp.ones(2)
       >>> opt_state = tx.init(params)
@@ -125,19 +157,41 @@ def loss_scale_optimizer(
       >>> optax.apply_updates(params, updates)
       Array([0.5, 0.5], dtype=float32)
 
+      Keras's `exclude_from_weight_decay(var_names=["bias", "norm"])`:
+
+      >>> def is_decayed(path, param):
+      ...     name = jax.tree_util.keystr(path)
+      ...     return not any(word in name for word in ["bias", "norm"])
+      >>> tx = ols.loss_scale_optimizer(
+      ...     optax.sgd(0.5),
+      ...     weight_decay=0.1,
+      ...     weight_decay_mask=lambda p: jax.tree.map_with_path(is_decayed, p),
+      ...     learning_rate=0.5,
+      ... )
+      >>> params = {"kernel": jnp.ones(1), "bias": jnp.ones(1)}
+      >>> grads = jax.tree.map(jnp.zeros_like, params)
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)
+      {'bias': Array([1.], dtype=float32), 'kernel': Array([0.95], dtype=float32)}
+
     References:
       keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py` and
       `base_optimizer.py`.
     """
+    _check_not_swapped(initial_scale)
     rule = _make_rule(dynamic, initial_scale, dynamic_growth_steps, loss_scale_factor)
     clip = make_clip(clipnorm, clipvalue, global_clipnorm)
     window = _optional_count("gradient_accumulation_steps", gradient_accumulation_steps)
     frequency = _optional_count("ema_overwrite_frequency", ema_overwrite_frequency)
-    momentum = check_number("ema_momentum", ema_momentum, 0.0, 1.0)
+    averages = check_flag("use_ema", False if use_ema is None else use_ema)
+    momentum = 0.99 if ema_momentum is None else ema_momentum
+    momentum = check_number("ema_momentum", momentum, 0.0, 1.0)
     schedule = _make_schedule(learning_rate)
 
     # Wrapped from the inside out, so that a step runs in Keras's order.
     optimizer = check_optimizer("inner_optimizer", inner_optimizer)
+    if window is not None:
+        optimizer = count_all_steps(optimizer, window)
     if weight_decay is not None:
         decay = check_number("weight_decay", weight_decay, 0.0)
         if schedule is None:
@@ -145,10 +199,18 @@ def loss_scale_optimizer(
                 "`learning_rate` must be given with `weight_decay`, got None. (Pass "
                 "the inner optimizer's: Optax optimizers do not reveal their own.)"
             )
-        optimizer = decay_first(optimizer, decay, schedule, window or 1)
+        optimizer = decay_first(
+            optimizer, decay, schedule, window or 1, weight_decay_mask
+        )
+    elif weight_decay_mask is not None:
+        raise ValueError(
+            "`weight_decay_mask` must be None without `weight_decay`, got "
+            f"{weight_decay_mask}. (An optimizer with a decay of its own takes its own "
+            "mask: `optax.adamw(..., mask=...)`.)"
+        )
     if clip is not None:
         optimizer = optax.chain(clip, optimizer)
-    if check_flag("use_ema", use_ema):
+    if averages:
         optimizer = average_after(optimizer, momentum, frequency)
     if window is not None:
         optimizer = accumulate_before(optimizer, window)
@@ -250,6 +312,20 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
 def _averages_in(tree: PyTree) -> list[PyTree]:
     nodes = find_by_type(tree, AverageAfterState)
     return [unwrap(node.average) for _, node in nodes]
+
+
+def _check_not_swapped(initial_scale: object) -> None:
+    """Says what to do about a rule, or tf.keras's `dynamic`, in the second place."""
+    if isinstance(initial_scale, LossScale) or callable(initial_scale):
+        raise TypeError(
+            f"`initial_scale` must be a number, got {initial_scale!r}. (The rule is "
+            "Keras's. For another one: `loss_scaled(inner_optimizer, rule)`.)"
+        )
+    if isinstance(initial_scale, bool):
+        raise TypeError(
+            f"`initial_scale` must be a number, got {initial_scale!r}. (In tf.keras, "
+            f"`dynamic` comes second. Pass it by name: `dynamic={initial_scale}`.)"
+        )
 
 
 def _make_rule(

@@ -1,5 +1,6 @@
 """Keras's clipping, decay, average and accumulation, as wrappers of an optimizer."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._checks import SMALLEST_SCALE, check_number
-from optax_lossscale._tree import copy_wide, is_absent, is_floating, wide_param
-from optax_lossscale._types import PyTree
+from optax_lossscale._checks import SMALLEST_SCALE, check_flag, check_number
+from optax_lossscale._tree import (
+    copy_wide,
+    is_absent,
+    is_floating,
+    resolve_mask,
+    wide_param,
+)
+from optax_lossscale._types import Mask, PyTree
 
 
 class DecayFirstState(NamedTuple):
@@ -63,14 +70,17 @@ def decay_first(
     weight_decay: float,
     learning_rate: optax.Schedule,
     window: int,
+    mask: Mask,
 ) -> optax.GradientTransformationExtraArgs:
     """Subtracts `params * weight_decay * learning_rate` before the inner update.
 
-    An inner optimizer that reads the parameters sees them decayed. The schedule counts
-    all finite steps, `window` of them for each update, and is evaluated at the last.
+    An inner optimizer that reads the parameters sees them decayed. Only parameters that
+    the mask marks True are decayed. The schedule counts all finite steps, `window` of
+    them for each update, and is evaluated at the last.
     """
 
     def init(params: optax.Params) -> DecayFirstState:
+        _decayed_params(mask, params)  # Raises if the mask does not fit them.
         return DecayFirstState(jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
@@ -80,7 +90,7 @@ def decay_first(
         **extra_args: Any,
     ) -> tuple[optax.Updates, DecayFirstState]:
         params = _wide_params("weight_decay", params)
-        step = state.update_count * window + (window - 1)
+        step = _last_step(state.update_count, window)
         rate = jnp.asarray(weight_decay * learning_rate(step))
 
         def decay_leaf(grad: PyTree, param: PyTree) -> PyTree:
@@ -89,7 +99,8 @@ def decay_first(
                 return None
             return -param * rate.astype(param.dtype)
 
-        decay = jax.tree.map(decay_leaf, updates, params, is_leaf=is_absent)
+        decayed = _decayed_params(mask, params)
+        decay = jax.tree.map(decay_leaf, updates, decayed, is_leaf=is_absent)
         updates, inner_state = inner.update(
             updates, state.inner_state, _add(params, decay), **extra_args
         )
@@ -129,7 +140,9 @@ def average_after(
             if not is_floating(param):
                 return param
             moved = optax.incremental_update(param, average, 1.0 - momentum)
-            return jnp.where(state.update_count == 0, param, moved)
+            # The average of a parameter that never changes must not, even in rounding.
+            is_param = (state.update_count == 0) | (param == average)
+            return jnp.where(is_param, param, moved)
 
         average = jax.tree.map(average_leaf, state.average, _add(params, updates))
         count = optax.safe_increment(state.update_count)
@@ -149,6 +162,29 @@ def average_after(
         return updates, AverageAfterState(count, average, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def count_all_steps(
+    inner: optax.GradientTransformationExtraArgs, window: int
+) -> optax.GradientTransformationExtraArgs:
+    """Lets the schedules of an optimizer count `window` steps for each update.
+
+    They are evaluated at the last of these steps. Their state still counts updates.
+    """
+
+    def update(
+        updates: optax.Updates,
+        state: PyTree,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, PyTree]:
+        state = _map_schedules(lambda count: _last_step(count, window), state)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        # A count that the optimizer did not move, as in a `MultiSteps` of its own, is
+        # rounded down to what it was.
+        return updates, _map_schedules(lambda count: count // window, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def accumulate_before(
@@ -204,6 +240,49 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
         return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
 
     return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
+
+
+def _last_step(update_count: jax.typing.ArrayLike, window: int) -> jax.Array:
+    """The last of the steps, counted from 0, that a further update takes."""
+    # Saturates like every count, instead of wrapping around.
+    most_updates = np.iinfo(np.int32).max // window - 1
+    return jnp.minimum(update_count, most_updates) * window + (window - 1)
+
+
+def _map_schedules(
+    function: Callable[[jax.typing.ArrayLike], jax.Array], state: PyTree
+) -> PyTree:
+    """Applies a function to the counts of Optax's schedules."""
+
+    def is_schedule(node: object) -> bool:
+        # Optax has a type for each kind of schedule, some of them private. What they
+        # have in common is that they hold a count and nothing else.
+        is_count = getattr(node, "_fields", None) == ("count",)
+        return is_count and type(node).__module__.split(".")[0] == "optax"
+
+    def map_node(node: PyTree) -> PyTree:
+        if not is_schedule(node):
+            return node
+        return node._replace(count=function(node.count))
+
+    return jax.tree.map(map_node, state, is_leaf=is_schedule)
+
+
+def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
+    """The parameters, with None in place of each one that is not decayed."""
+
+    def keep_part(is_decayed: object, part: PyTree) -> PyTree:
+        flag = check_flag("weight_decay_mask", np.asarray(is_decayed)[()])
+        return part if flag else jax.tree.map(lambda _: None, part)
+
+    resolved = resolve_mask(mask, params)
+    try:
+        return jax.tree.map(keep_part, resolved, params)
+    except ValueError as error:
+        raise ValueError(
+            "`weight_decay_mask` must be a prefix of the parameters, or a function "
+            f"that makes one from them, got: {error}"
+        ) from error
 
 
 def _wide_params(option: str, params: optax.Params | None) -> optax.Params:

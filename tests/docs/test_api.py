@@ -19,18 +19,18 @@ cast_params(params, dtype=float16, *, keep=None)
 dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
     growth_interval=2000, min_scale=2.0**-24, max_scale=2.0**24, hysteresis=1,
     hysteresis_refill="finite")
-ema_params(opt_state)
-finalize_params(params, opt_state)
+ema_params(opt_state, *, path=None)
+finalize_params(params, opt_state, *, path=None)
 find_loss_scale_state(tree, *, path=None)
 full_precision(fun)
 get_loss_scale(tree)
 headroom_loss_scale(init_scale=2.0**15, *, history=2400, recent=64, margin_bits=0.75,
     min_scale=2.0**-24, max_scale=2.0**24, dtype=float16)
 loss_scale_metrics(tree, *, grads=None)
-loss_scale_optimizer(inner_optimizer, *, dynamic=True, initial_scale=None,
-    dynamic_growth_steps=None, weight_decay=None, learning_rate=None, clipnorm=None,
-    clipvalue=None, global_clipnorm=None, use_ema=False, ema_momentum=0.99,
-    ema_overwrite_frequency=None, loss_scale_factor=None,
+loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=None, *,
+    dynamic=True, weight_decay=None, weight_decay_mask=None, learning_rate=None,
+    clipnorm=None, clipvalue=None, global_clipnorm=None, use_ema=False,
+    ema_momentum=0.99, ema_overwrite_frequency=None, loss_scale_factor=None,
     gradient_accumulation_steps=None, axis_name=None)
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
     check_updates=False)

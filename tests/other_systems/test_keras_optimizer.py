@@ -393,7 +393,6 @@ def test_settings_that_keras_refuses_are_refused(options, message):
         {"gradient_accumulation_steps": 2.0},
         {"clipnorm": "1"},
         {"learning_rate": "0.1"},
-        {"ema_momentum": None},
     ],
 )
 def test_a_setting_of_the_wrong_type_raises_a_type_error(options):
