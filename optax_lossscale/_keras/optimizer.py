@@ -26,7 +26,13 @@ from optax_lossscale._keras.parts import (
 from optax_lossscale._rules import LossScale, static_loss_scale
 from optax_lossscale._state import find_loss_scale_state
 from optax_lossscale._transform import loss_scaled
-from optax_lossscale._tree import check_structure, find_by_type, is_absent, unwrap
+from optax_lossscale._tree import (
+    check_structure,
+    find_by_type,
+    is_absent,
+    path_name,
+    unwrap,
+)
 from optax_lossscale._types import AxisName, Mask, PyTree
 from optax_lossscale.presets import keras, tf_keras
 
@@ -178,6 +184,7 @@ def loss_scale_optimizer(
       keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py` and
       `base_optimizer.py`.
     """
+    optimizer = check_optimizer("inner_optimizer", inner_optimizer)
     _check_not_swapped(initial_scale)
     rule = _make_rule(dynamic, initial_scale, dynamic_growth_steps, loss_scale_factor)
     clip = make_clip(clipnorm, clipvalue, global_clipnorm)
@@ -189,7 +196,6 @@ def loss_scale_optimizer(
     schedule = _make_schedule(learning_rate)
 
     # Wrapped from the inside out, so that a step runs in Keras's order.
-    optimizer = check_optimizer("inner_optimizer", inner_optimizer)
     if window is not None:
         optimizer = count_all_steps(optimizer, window)
     if weight_decay is not None:
@@ -217,7 +223,7 @@ def loss_scale_optimizer(
     return loss_scaled(optimizer, rule, axis_name=axis_name)
 
 
-def ema_params(opt_state: PyTree) -> PyTree:
+def ema_params(opt_state: PyTree, *, path: str | None = None) -> PyTree:
     """Returns the moving average of the parameters, for evaluation.
 
     After each update the average `a` is
@@ -226,14 +232,17 @@ def ema_params(opt_state: PyTree) -> PyTree:
 
     Args:
       opt_state: State of a `loss_scale_optimizer` with `use_ema=True`, or any pytree
-        that holds exactly one.
+        that holds exactly one, or one at `path`.
+      path: Picks one of several, as in `find_loss_scale_state`.
 
     Returns:
       The average, a tree like the parameters, with floating leaves in float32 or wider.
-      Before the first update it holds the parameters that were passed to `init`.
+      Before the first update it holds the parameters that were passed to `init`. Leaves
+      that are not arrays, such as an Equinox module's functions, are None.
 
     Raises:
-      ValueError: If `opt_state` holds no average, or several.
+      ValueError: If `opt_state` holds no average, or several (the message lists their
+        paths), at `path` if it is given.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -244,16 +253,24 @@ def ema_params(opt_state: PyTree) -> PyTree:
     References:
       keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
     """
-    averages = _averages_in(opt_state)
-    if len(averages) != 1:
-        raise ValueError(
-            "`opt_state` must hold one average of the parameters, got "
-            f"{len(averages)}. (`loss_scale_optimizer(..., use_ema=True)` keeps one.)"
-        )
-    return averages[0]
+    averages = _averages_in(opt_state, path)
+    if len(averages) == 1:
+        return next(iter(averages.values()))
+    at = "" if path is None else f" at `path` {path!r}"
+    everywhere = list(averages or _averages_in(opt_state, None))
+    got, hint = "0", "`loss_scale_optimizer(..., use_ema=True)` keeps one."
+    if everywhere:
+        got = f"{len(averages)}, at" if averages else "0 there, but some at"
+        got = f"{got} {', '.join(f'`{name}`' for name in everywhere)}"
+        hint = f"Pick one by its path: `path={everywhere[0]!r}`."
+    raise ValueError(
+        f"`opt_state` must hold one average of the parameters{at}, got {got}. ({hint})"
+    )
 
 
-def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
+def finalize_params(
+    params: optax.Params, opt_state: PyTree, *, path: str | None = None
+) -> optax.Params:
     """Returns the parameters to keep after training: their average, if there is one.
 
     Call it after the last step, as Keras's `fit` calls `finalize_variable_values`
@@ -263,16 +280,18 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
     Args:
       params: The parameters, floating leaves of any shape.
       opt_state: State of a `loss_scale_optimizer`, or any pytree that holds exactly
-        one.
+        one, or one at `path`.
+      path: Picks one of several, as in `find_loss_scale_state`.
 
     Returns:
       With `use_ema=True`, the average in the dtypes of `params`. Leaves that have no
-      average, such as those that `optax.partition` freezes outside the wrapper, are
+      average, such as those that `optax.partition` gives to another optimizer, are
       returned unchanged. With `use_ema=False`, `params` unchanged.
 
     Raises:
       ValueError: If `opt_state` does not hold exactly one state of a loss-scaled
-        optimizer, or if `params` differ from their average in structure or shape.
+        optimizer, or one at `path`, or if `params` differ from their average in
+        structure or shape.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -289,8 +308,8 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
     References:
       keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
     """
-    find_loss_scale_state(opt_state)
-    if not _averages_in(opt_state):
+    if not _averages_in(opt_state, path):
+        find_loss_scale_state(opt_state, path=path)  # Raises if there is not one.
         return params
 
     def finalize_leaf(average: PyTree, param: PyTree) -> PyTree:
@@ -303,15 +322,21 @@ def finalize_params(params: optax.Params, opt_state: PyTree) -> optax.Params:
             )
         return average.astype(jnp.asarray(param).dtype)
 
-    average = ema_params(opt_state)
+    average = ema_params(opt_state, path=path)
     message = "`params` must have the tree structure of their average"
     check_structure(average, params, message)
     return jax.tree.map(finalize_leaf, average, params, is_leaf=is_absent)
 
 
-def _averages_in(tree: PyTree) -> list[PyTree]:
-    nodes = find_by_type(tree, AverageAfterState)
-    return [unwrap(node.average) for _, node in nodes]
+def _averages_in(tree: PyTree, path: str | None) -> dict[str, PyTree]:
+    """The averages by the paths of their optimizers, or of those at `path`."""
+    found = {}
+    for keys, node in find_by_type(tree, AverageAfterState):
+        name = path_name(keys)
+        if path is None or f"{name}/".startswith(f"{path.rstrip('/')}/"):
+            name = name.removesuffix("/inner_opt_state").removesuffix("/inner_state")
+            found[name] = unwrap(node.average)
+    return found
 
 
 def _check_not_swapped(initial_scale: object) -> None:

@@ -11,9 +11,12 @@ import optax
 from optax_lossscale._checks import SMALLEST_SCALE, check_flag, check_number
 from optax_lossscale._tree import (
     copy_wide,
+    dtype_of,
     is_absent,
     is_floating,
+    is_wrapped,
     resolve_mask,
+    unwrapped,
     wide_param,
 )
 from optax_lossscale._types import Mask, PyTree
@@ -121,8 +124,13 @@ def average_after(
     that many updates.
     """
 
+    def copy_array(param: PyTree) -> PyTree:
+        copy = copy_wide(param)
+        # An Equinox module holds functions, which do not belong in a state.
+        return copy if dtype_of(copy) is not None else None
+
     def init(params: optax.Params) -> AverageAfterState:
-        average = jax.tree.map(copy_wide, params)
+        average = jax.tree.map(copy_array, params)
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
 
     def update(
@@ -137,6 +145,8 @@ def average_after(
         )
 
         def average_leaf(average: PyTree, param: PyTree) -> PyTree:
+            if is_absent(average):
+                return average
             if not is_floating(param):
                 return param
             moved = optax.incremental_update(param, average, 1.0 - momentum)
@@ -144,7 +154,9 @@ def average_after(
             is_param = (state.update_count == 0) | (param == average)
             return jnp.where(is_param, param, moved)
 
-        average = jax.tree.map(average_leaf, state.average, _add(params, updates))
+        average = jax.tree.map(
+            average_leaf, state.average, _add(params, updates), is_leaf=is_absent
+        )
         count = optax.safe_increment(state.update_count)
         if overwrite_frequency is not None:
             overwrite = count % overwrite_frequency == 0
@@ -271,11 +283,14 @@ def _map_schedules(
 def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
     """The parameters, with None in place of each one that is not decayed."""
 
-    def keep_part(is_decayed: object, part: PyTree) -> PyTree:
-        flag = check_flag("weight_decay_mask", np.asarray(is_decayed)[()])
-        return part if flag else jax.tree.map(lambda _: None, part)
+    def keep_part(is_decayed: PyTree, part: PyTree) -> PyTree:
+        if isinstance(is_decayed, jax.Array) and is_decayed.dtype == bool:
+            is_decayed = bool(is_decayed)
+        keeps = check_flag("weight_decay_mask", is_decayed)
+        return part if keeps else jax.tree.map(lambda _: None, part)
 
-    resolved = resolve_mask(mask, params)
+    # A mask made from `nnx.state(model)` holds its bools in variables.
+    resolved = jax.tree.map(unwrapped, resolve_mask(mask, params), is_leaf=is_wrapped)
     try:
         return jax.tree.map(keep_part, resolved, params)
     except ValueError as error:
