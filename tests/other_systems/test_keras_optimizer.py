@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import re
 
 import flax.nnx as nnx
 import jax
@@ -315,6 +316,17 @@ def test_a_fixed_scale_is_unscaled_and_never_skips(options):
     assert np.isnan(updates[1])
 
 
+def test_the_average_of_a_constant_parameter_is_that_parameter_to_the_bit():
+    # 0.99 * p + 0.01 * p rounds to its neighbour for some of these.
+    params = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.float32)
+    tx = make(optax.set_to_zero(), use_ema=True, ema_overwrite_frequency=1)
+    opt_state = tx.init(params)
+    for _ in range(5):
+        updates, opt_state = tx.update(params, opt_state, params)
+        assert not updates.any()
+    assert_same_bits(ols.ema_params(opt_state), params)
+
+
 def test_the_optimizer_works_inside_an_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     before = model.kernel[...]
@@ -326,6 +338,66 @@ def test_the_optimizer_works_inside_an_nnx_optimizer():
     average = jax.tree.leaves(ols.ema_params(optimizer.opt_state))
     assert all(isinstance(leaf, jax.Array) for leaf in average)
     assert any(np.array_equal(leaf, model.kernel[...]) for leaf in average)
+
+
+def test_scale_and_growth_steps_can_be_given_by_position_as_in_keras():
+    tx = ols.loss_scale_optimizer(optax.sgd(0.1), 1024.0, 2)
+    opt_state = tx.init(jnp.ones(1))
+    assert ols.get_loss_scale(opt_state) == 1024.0
+    for expected in (1024.0, 2048.0):
+        _, opt_state = tx.update(jnp.ones(1), opt_state)
+        assert ols.get_loss_scale(opt_state) == expected
+
+
+def test_every_other_setting_needs_its_name():
+    with pytest.raises(TypeError, match="takes from 1 to 3 positional arguments"):
+        ols.loss_scale_optimizer(optax.sgd(0.1), 1024.0, 2, True)
+
+
+R_DEFAULTS = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": None,
+    "ema_momentum": None,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def test_the_nulls_of_the_r_page_are_the_defaults():
+    ours = ols.loss_scale_optimizer(optax.sgd(RATE), 32768, 2000, **R_DEFAULTS)
+    plain = ols.loss_scale_optimizer(optax.sgd(RATE))
+    states = [list(run(lenient(tx), random_grads(3, bad=(1,)))) for tx in (ours, plain)]
+    assert_same_bits(*states)
+
+
+def test_a_momentum_of_none_is_that_of_keras():
+    options = {"use_ema": True, "ema_momentum": None}
+    averages = [
+        ols.ema_params(list(run(make(**options | more), random_grads(3)))[-1][1])
+        for more in ({}, {"ema_momentum": 0.99})
+    ]
+    assert_same_bits(*averages)
+
+
+@pytest.mark.parametrize("rule", [ols.presets.keras(), ols.presets.keras])
+def test_a_rule_in_place_of_the_scale_gets_a_hint(rule):
+    with pytest.raises(TypeError, match=r"`initial_scale` .*`loss_scaled\(inner_opt"):
+        ols.loss_scale_optimizer(optax.sgd(0.1), rule)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_argument_order_of_tf_keras_gets_a_hint(dynamic):
+    with pytest.raises(TypeError, match=f"`initial_scale` .*`dynamic={dynamic}`"):
+        ols.loss_scale_optimizer(optax.sgd(0.1), dynamic, 1024)
+
+
+def test_an_optimizer_in_second_place_is_named_as_the_mistake():
+    with pytest.raises(TypeError, match="`inner_optimizer` must be an optimizer"):
+        ols.loss_scale_optimizer(1024.0, optax.sgd(0.1))
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, as on CPU")
@@ -393,6 +465,8 @@ def test_settings_that_keras_refuses_are_refused(options, message):
         {"gradient_accumulation_steps": 2.0},
         {"clipnorm": "1"},
         {"learning_rate": "0.1"},
+        {"dynamic_growth_steps": 2000.0},
+        {"ema_momentum": "0.9"},
     ],
 )
 def test_a_setting_of_the_wrong_type_raises_a_type_error(options):
@@ -421,8 +495,65 @@ def test_without_an_average_ema_params_says_what_to_pass():
     with pytest.raises(ValueError, match=r"got 0.*use_ema=True"):
         ols.ema_params(tx.init(jnp.ones(1)))
     tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
-    with pytest.raises(ValueError, match="got 2"):
-        ols.ema_params([tx.init(jnp.ones(1)), tx.init(jnp.ones(1))])
+
+
+def several_averages():
+    """Parameters and states of two optimizers with averages, and one without."""
+    averaging = ols.loss_scale_optimizer(
+        optax.sgd(1.0), 1.0, use_ema=True, ema_momentum=0.5
+    )
+    optimizers = {
+        "generator": averaging,
+        "critic": averaging,
+        "encoder": ols.loss_scale_optimizer(optax.sgd(1.0), 1.0),
+    }
+    tx = optax.partition(optimizers, {name: name for name in optimizers})
+    params = {name: jnp.ones(1) for name in optimizers}
+    opt_state = tx.init(params)
+    for _ in range(2):
+        updates, opt_state = tx.update(params, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state
+
+
+def test_of_several_averages_one_is_picked_by_its_path():
+    _, opt_state = several_averages()
+    for name in ("generator", "critic"):
+        # The parameter goes from 1 to 0 to 0, and is averaged from 0 on.
+        average = ols.ema_params(opt_state, path=f"inner_states/{name}")
+        assert average[name] == 0.0
+        assert jax.tree.leaves(average) == [0.0]
+
+
+def test_several_averages_name_the_path_that_picks_one():
+    _, opt_state = several_averages()
+    with pytest.raises(ValueError, match="got 2, at `inner_states/critic") as error:
+        ols.ema_params(opt_state)
+    (path,) = re.findall("path='(.*)'", str(error.value))
+    assert ols.ema_params(opt_state, path=path)["critic"] == 0.0
+
+
+def test_a_path_without_an_average_names_those_that_have_one():
+    _, opt_state = several_averages()
+    for path in ("inner_states/encoder", "elsewhere"):
+        with pytest.raises(ValueError, match="got 0 there, but some at `inner_states/"):
+            ols.ema_params(opt_state, path=path)
+
+
+def test_several_averages_are_finalized_one_after_the_other():
+    params, opt_state = several_averages()
+    start = params = jax.tree.map(lambda p: p + 7.0, params)
+    for name in params:
+        params = ols.finalize_params(params, opt_state, path=f"inner_states/{name}")
+    assert params == {"generator": 0.0, "critic": 0.0, "encoder": start["encoder"]}
+
+
+def test_finalize_params_refuses_a_path_to_nothing():
+    params, opt_state = several_averages()
+    with pytest.raises(ValueError, match="elsewhere"):
+        ols.finalize_params(params, opt_state, path="elsewhere")
+    with pytest.raises(ValueError, match="got 2, at"):
+        ols.finalize_params(params, opt_state)
 
 
 def test_without_an_average_finalize_params_returns_the_parameters():
