@@ -72,6 +72,7 @@ TRACES = [
 def test_every_recorded_file_is_replayed():
     replayed = {f"{system}_scale" for system in PRESETS}
     replayed |= {"keras_optimizer", "tf_keras_optimizer", "torch_optimizer"}
+    replayed |= {"keras_schedules"}
     assert {path.stem for path in DATA.glob("*.json")} == replayed
 
 
@@ -188,6 +189,40 @@ def test_loss_scale_optimizer_follows_keras(trajectory):
             ours, arrays(trajectory[key], run.shapes), strict=True
         ):
             np.testing.assert_allclose(average, real, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.fast_every(2)
+@pytest.mark.parametrize("trajectory", read("keras_schedules")["trajectories"])
+def test_schedules_and_excluded_parameters_follow_keras(trajectory):
+    first, steps, decay = trajectory["schedule"].values()
+
+    def schedule(step):
+        return first / (1 + decay * step / steps)
+
+    inner = INNER[trajectory["inner"]](schedule)
+    if trajectory["inner"] == "sgd_momentum":
+        # Keras adds up steps, each with the learning rate of its time; Optax gradients.
+        inner = optax.chain(inner, optax.trace(0.9))
+    excluded, options = trajectory["exclude_from_weight_decay"], trajectory["options"]
+    if excluded:  # Keras excludes a variable whose name contains one of the words.
+        options = options | {
+            "weight_decay_mask": [
+                not any(word in name for word in excluded)
+                for name in trajectory["names"]
+            ],
+            "learning_rate": schedule,
+        }
+    tx = ols.loss_scale_optimizer(
+        inner,
+        trajectory["initial_scale"],
+        trajectory["dynamic_growth_steps"],
+        **options,
+    )
+    run = Run(trajectory, tx)
+    for i, grads in enumerate(run.grads):
+        run.step(grads)
+        run.assert_params_after(i)
+        run.assert_scale_after(i)
 
 
 @pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
