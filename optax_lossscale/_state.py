@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._tree import find_by_type, path_name, strengthen, unwrap
+from optax_lossscale._tree import find_by_type, is_at, path_name, strengthen, unwrap
 from optax_lossscale._types import PyTree
 
 
@@ -131,8 +131,6 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
 
 def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
     """The key path of the one state at `path`, and the state as the tree holds it."""
-    if not isinstance(path, str | None):
-        raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
     everywhere = find_by_type(tree, LossScaleState)
     if not everywhere:
         raise ValueError(
@@ -143,7 +141,7 @@ def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
             "flatten NamedTuples away: pass the `nnx.Optimizer`, its `opt_state`, "
             "or restore into a target.)"
         )
-    found = [(keys, state) for keys, state in everywhere if _is_at(keys, path)]
+    found = [(keys, state) for keys, state in everywhere if is_at(keys, path)]
     if len(found) == 1:
         return found[0]
     at = "" if path is None else f" at `path` {path!r}"
@@ -156,11 +154,6 @@ def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
         f"path: `find_loss_scale_state(tree, path={example!r})`. Other functions take "
         "the found state in place of the tree; `set_loss_scale` has its own `path`.)"
     )
-
-
-def _is_at(keys: Any, path: str | None) -> bool:
-    """Whether a key path is, or begins with, a path in words."""
-    return path is None or f"{path_name(keys)}/".startswith(f"{path.rstrip('/')}/")
 
 
 def with_arrays(state: LossScaleState) -> LossScaleState:

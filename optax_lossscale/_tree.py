@@ -176,6 +176,13 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def is_at(keys: Any, path: str | None) -> bool:
+    """Whether a key path is, or begins with, a path in words; True for None."""
+    if not isinstance(path, str | None):
+        raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
+    return path is None or f"{path_name(keys)}/".startswith(f"{path.rstrip('/')}/")
+
+
 def find_by_type(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
     """Path and value of every node of a type, except those inside another one."""
 

@@ -30,6 +30,7 @@ from optax_lossscale._tree import (
     check_structure,
     find_by_type,
     is_absent,
+    is_at,
     path_name,
     unwrap,
 )
@@ -93,10 +94,10 @@ def loss_scale_optimizer(
     optimizer of your own, and in those of `optax.contrib` that have one count for
     everything; there, pass `lambda count: schedule(k * count + k - 1)`.
 
-    **Frozen parameters.** Give them no gradient, or freeze them *inside* this wrapper.
-    Then there is one scale, and a bad gradient skips the step of all parameters. With
-    `optax.partition` outside, each part would have its own scale or none, and would be
-    updated when another is skipped.
+    **Frozen parameters.** Leave them out of `params`, as `wrt` of `nnx.Optimizer` does,
+    or freeze them *inside* this wrapper. Then there is one scale, and a bad gradient
+    skips the step of all parameters. With `optax.partition` outside, each part would
+    have its own scale or none, and would be updated when another is skipped.
 
         labels = {"encoder": "freeze", "head": "train"}
         freeze = {"train": optimizer, "freeze": optax.set_to_zero()}
@@ -332,10 +333,9 @@ def _averages_in(tree: PyTree, path: str | None) -> dict[str, PyTree]:
     """The averages by the paths of their optimizers, or of those at `path`."""
     found = {}
     for keys, node in find_by_type(tree, AverageAfterState):
-        name = path_name(keys)
-        if path is None or f"{name}/".startswith(f"{path.rstrip('/')}/"):
-            name = name.removesuffix("/inner_opt_state").removesuffix("/inner_state")
-            found[name] = unwrap(node.average)
+        if is_at(keys, path):
+            name = path_name(keys).removesuffix("/inner_opt_state")
+            found[name.removesuffix("/inner_state")] = unwrap(node.average)
     return found
 
 

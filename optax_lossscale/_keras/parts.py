@@ -124,13 +124,8 @@ def average_after(
     that many updates.
     """
 
-    def copy_array(param: PyTree) -> PyTree:
-        copy = copy_wide(param)
-        # An Equinox module holds functions, which do not belong in a state.
-        return copy if dtype_of(copy) is not None else None
-
     def init(params: optax.Params) -> AverageAfterState:
-        average = jax.tree.map(copy_array, params)
+        average = jax.tree.map(copy_wide, _arrays(params))
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
 
     def update(
@@ -212,7 +207,7 @@ def accumulate_before(
         return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
 
     def init(params: optax.Params) -> optax.MultiStepsState:
-        return multi_steps(params).init(params)
+        return multi_steps(params).init(_arrays(params))
 
     def update(
         updates: optax.Updates,
@@ -230,7 +225,7 @@ def accumulate_before(
             is_leaf=is_absent,
         )
         updates, updated = multi_steps(grads).update(
-            grads, state._replace(acc_grads=means), params, **extra_args
+            grads, state._replace(acc_grads=means), _arrays(params), **extra_args
         )
         acc_grads = jax.tree.map(
             lambda grad, old, new: old if is_absent(grad) else new,
@@ -254,16 +249,14 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
 
 
-def _last_step(update_count: jax.typing.ArrayLike, window: int) -> jax.Array:
+def _last_step(update_count: jax.Array, window: int) -> jax.Array:
     """The last of the steps, counted from 0, that a further update takes."""
     # Saturates like every count, instead of wrapping around.
     most_updates = np.iinfo(np.int32).max // window - 1
     return jnp.minimum(update_count, most_updates) * window + (window - 1)
 
 
-def _map_schedules(
-    function: Callable[[jax.typing.ArrayLike], jax.Array], state: PyTree
-) -> PyTree:
+def _map_schedules(function: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
     """Applies a function to the counts of Optax's schedules."""
 
     def is_schedule(node: object) -> bool:
@@ -273,9 +266,8 @@ def _map_schedules(
         return is_count and type(node).__module__.split(".")[0] == "optax"
 
     def map_node(node: PyTree) -> PyTree:
-        if not is_schedule(node):
-            return node
-        return node._replace(count=function(node.count))
+        is_mapped = is_schedule(node)
+        return node._replace(count=function(node.count)) if is_mapped else node
 
     return jax.tree.map(map_node, state, is_leaf=is_schedule)
 
@@ -298,6 +290,16 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
             "`weight_decay_mask` must be a prefix of the parameters, or a function "
             f"that makes one from them, got: {error}"
         ) from error
+
+
+def _arrays(params: PyTree) -> PyTree:
+    """The parameters without leaves that are no arrays, such as Equinox's functions."""
+
+    def keep_array(leaf: PyTree) -> PyTree:
+        is_number = isinstance(leaf, complex | float | int)
+        return leaf if is_number or dtype_of(leaf) is not None else None
+
+    return jax.tree.map(keep_array, params)
 
 
 def _wide_params(option: str, params: optax.Params | None) -> optax.Params:

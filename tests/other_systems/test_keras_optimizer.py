@@ -554,6 +554,8 @@ def test_finalize_params_refuses_a_path_to_nothing():
         ols.finalize_params(params, opt_state, path="elsewhere")
     with pytest.raises(ValueError, match="got 2, at"):
         ols.finalize_params(params, opt_state)
+    with pytest.raises(TypeError, match="`path` must be a string"):
+        ols.ema_params(opt_state, path=0)
 
 
 def test_without_an_average_finalize_params_returns_the_parameters():

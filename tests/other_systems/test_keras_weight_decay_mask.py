@@ -56,6 +56,7 @@ MASKS = {
 }
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", MASKS)
 def test_only_parameters_that_the_mask_marks_decay(name):
     tx = make(optax.sgd(1.0), weight_decay_mask=MASKS[name], **HALVED)
@@ -156,7 +157,8 @@ def test_a_mask_works_in_an_nnx_optimizer(make_mask):
 
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("is_filtered", [False, True])
-def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):
+@pytest.mark.parametrize("window", [None, 1])
+def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered, window):
     # A module of bools is callable, as the module that it was made from.
     model = eqx.nn.MLP(2, 2, 4, depth=1, key=jax.random.key(0))
     params = eqx.filter(model, eqx.is_array) if is_filtered else model
@@ -164,10 +166,12 @@ def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):
         optax.sgd(1.0),
         weight_decay_mask=exclude_by_name(params) if is_tree else exclude_by_name,
         use_ema=True,
+        gradient_accumulation_steps=window,
         **HALVED,
     )
     grads = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
-    updates, opt_state = tx.update(grads, tx.init(params), params)
+    update = eqx.filter_jit(tx.update)
+    updates, opt_state = update(grads, tx.init(params), model)
     new = eqx.apply_updates(model, updates)
     for old_layer, new_layer in zip(model.layers, new.layers, strict=True):
         np.testing.assert_array_equal(new_layer.weight, old_layer.weight / 2)
@@ -229,6 +233,7 @@ FREEZING = {
 AWKWARD = jax.tree.map(lambda p: p * jnp.float32(0.7), PARAMS)
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("name", FREEZING)
 def test_frozen_parameters_keep_every_bit(name, dtype):
