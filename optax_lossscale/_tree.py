@@ -208,7 +208,9 @@ def resolve_mask(mask: Mask, tree: PyTree) -> PyTree:
         return True
     # An Equinox module of bools may be callable too.
     has_bools = any(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
-    return mask(tree) if callable(mask) and not has_bools else mask
+    mask = mask(tree) if callable(mask) and not has_bools else mask
+    # A mask made from `nnx.state(model)` holds its bools in variables.
+    return jax.tree.map(unwrapped, mask, is_leaf=is_wrapped)
 
 
 def where_true(mask: PyTree, tree: PyTree) -> PyTree:

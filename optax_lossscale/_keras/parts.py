@@ -14,9 +14,7 @@ from optax_lossscale._tree import (
     dtype_of,
     is_absent,
     is_floating,
-    is_wrapped,
     resolve_mask,
-    unwrapped,
     wide_param,
 )
 from optax_lossscale._types import Mask, PyTree
@@ -281,8 +279,7 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
         keeps = check_flag("weight_decay_mask", is_decayed)
         return part if keeps else jax.tree.map(lambda _: None, part)
 
-    # A mask made from `nnx.state(model)` holds its bools in variables.
-    resolved = jax.tree.map(unwrapped, resolve_mask(mask, params), is_leaf=is_wrapped)
+    resolved = resolve_mask(mask, params)
     try:
         return jax.tree.map(keep_part, resolved, params)
     except ValueError as error:
