@@ -285,7 +285,8 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
     except ValueError as error:
         raise ValueError(
             "`weight_decay_mask` must be a prefix of the parameters, or a function "
-            f"that makes one from them, got: {error}"
+            "that makes one from them, such as the one in the documentation that goes "
+            f"by names, got: {error}"
         ) from error
 
 

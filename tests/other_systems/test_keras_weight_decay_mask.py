@@ -186,7 +186,9 @@ def test_a_mask_without_weight_decay_is_refused():
         make(optax.sgd(1.0), weight_decay_mask=True)
 
 
-@pytest.mark.parametrize("mask", [{"layer": True}, {"layer": True, "norm": [True]}])
+@pytest.mark.parametrize(
+    "mask", [{"layer": True}, {"layer": True, "norm": [True]}, ["bias", "norm"]]
+)
 def test_a_mask_that_does_not_fit_the_parameters_is_refused_by_init(mask):
     tx = make(optax.sgd(1.0), weight_decay_mask=mask, **HALVED)
     with pytest.raises(ValueError, match="`weight_decay_mask` must be a prefix"):
