@@ -1,7 +1,8 @@
 """Objects of `flax.nnx`, which a function may change in place."""
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,15 +12,9 @@ from optax_lossscale._types import PyTree
 # Flax is never imported here: without it there are no such objects.
 
 
-def states_of(tree: PyTree) -> list[PyTree]:
-    """The states of all modules in a tree."""
-    return [_nnx().state(module) for module in modules_of(tree)]
-
-
-def update_modules(tree: PyTree, states: Sequence[PyTree]) -> None:
-    """Updates all modules in a tree, in the order of `states_of`."""
-    for module, state in zip(modules_of(tree), states, strict=True):
-        _nnx().update(module, state)
+def flax_nnx() -> Any:
+    """The module `flax.nnx`, or None if nobody has imported it."""
+    return sys.modules.get("flax.nnx")
 
 
 def is_nnx(node: object) -> bool:
@@ -29,23 +24,50 @@ def is_nnx(node: object) -> bool:
 
 def is_state(node: object) -> bool:
     """Whether a node is a state, from which `nnx.merge` makes modules."""
-    nnx = _nnx()
+    nnx = flax_nnx()
     return nnx is not None and isinstance(node, nnx.State)
 
 
+def is_module(node: object) -> bool:
+    """Whether a node is an object that a call may change in place."""
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(
+        node, (getattr(nnx, "Pytree", nnx.Module), nnx.Variable)
+    )
+
+
 def modules_of(tree: PyTree) -> list[Any]:
-    """All modules in a tree."""
-    if _nnx() is None:
+    """All modules in a tree, apart from the variables of states."""
+    if flax_nnx() is None:
         return []
     leaves = jax.tree.leaves(tree, is_leaf=is_nnx)
     return [leaf for leaf in leaves if is_module(leaf)]
 
 
-def is_module(node: object) -> bool:
-    """Whether a node is an object that a call may change in place."""
-    nnx = _nnx()
-    return nnx is not None and isinstance(node, getattr(nnx, "Pytree", nnx.Module))
+def map_modules(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """The tree with `function(module)` in place of each of `modules_of(tree)`."""
+
+    def of_leaf(leaf: Any) -> Any:
+        return function(leaf) if is_module(leaf) else leaf
+
+    return jax.tree.map(of_leaf, tree, is_leaf=is_nnx)
 
 
-def _nnx() -> Any:
-    return sys.modules.get("flax.nnx")
+@contextlib.contextmanager
+def explain_changes() -> Iterator[None]:
+    """Says what to do where Flax refuses to change a module, in place of Flax's error.
+
+    Flax lets a module be changed only by what was given it as an argument.
+    """
+    errors: Any = sys.modules.get("flax.errors")
+    refused = () if errors is None else errors.TraceContextError
+    try:
+        yield
+    except refused as error:
+        raise ValueError(
+            "A module of `flax.nnx` would be changed where it is not an argument, say "
+            "its batch statistics or its dropout count, and the change would be lost. "
+            "Pass the module as an argument: `ols.autocast(lambda model, x: ...)"
+            "(model, x)`, and in the same way to each transformation around it, such "
+            "as `nnx.jit` or `nnx.grad`."
+        ) from error

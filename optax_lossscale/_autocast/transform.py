@@ -6,22 +6,18 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast.arguments import (
-    Rest,
-    are_same,
-    is_array,
-    partition,
-    parts_of,
-)
+from optax_lossscale._autocast.arguments import Rest, call_unchanged, partition
 from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
+from optax_lossscale._autocast.modules import as_partial, call_with_states
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -32,20 +28,46 @@ from optax_lossscale._autocast.notes import (
 )
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.reads import MayChangeError, is_immutable, is_plain
+from optax_lossscale._autocast.scopes import (
+    are_initializing,
+    call_with_variables,
+    scopes_of,
+)
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
-from optax_lossscale._nnx import modules_of, states_of, update_modules
+from optax_lossscale._nnx import modules_of
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
 def autocast(
-    fun: Callable[..., PyTree],
+    fun: Callable[P, R],
     dtype: jax.typing.DTypeLike = jnp.float16,
     *,
     level: str = "O1",
     low: Sequence[str] = (),
     high: Sequence[str] = (),
-) -> Callable[..., PyTree]:
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fun: None = None,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    *,
+    level: str = "O1",
+    low: Sequence[str] = (),
+    high: Sequence[str] = (),
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    *,
+    level: str = "O1",
+    low: Sequence[str] = (),
+    high: Sequence[str] = (),
+) -> Callable[..., Any]:
     """Runs a function that was written for float32 in a low dtype where that is safe.
 
     Wrap the loss or the model; differentiate, map and compile the result as you would
@@ -134,29 +156,10 @@ def autocast(
       https://nvidia.github.io/apex/amp.html#opt-levels; `amp_level` of
       `mindspore.amp.auto_mixed_precision`.
     """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}.")
     policy = make_policy(dtype, level, low, high, nested=NESTED_NAMES)
-
-    @functools.wraps(fun)
-    def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        if level == "O0":
-            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
-            return fun(*args, **kwargs)
-        arrays, rest = partition((args, kwargs))
-        is_simple = not is_collecting() and not modules_of((args, kwargs))
-        if is_simple and _is_concrete(arrays, rest):
-            call = functools.partial(_call_for_arrays, policy)
-            # 1, 1.0 and True are equal, but may give other results.
-            static = (rest, repr(rest.others))
-            compiled = compile_once(fun, policy, call, static)
-            if compiled is not None:
-                with contextlib.suppress(MayChangeError):
-                    results = compiled(*arrays)
-                    return results.func(*results.args)
-        return _call(fun, policy, args, kwargs)
-
-    return cast_fun
+    if fun is None:
+        return functools.partial(_cast, policy=policy)
+    return _cast(fun, policy=policy)
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -191,6 +194,61 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return full_fun
 
 
+def _cast(fun: Any, *, policy: Policy) -> Any:
+    """The function that evaluates `fun` with casts."""
+    if isinstance(fun, staticmethod | classmethod):
+        return type(fun)(_cast(fun.__func__, policy=policy))
+    _check_function(fun)
+
+    @functools.wraps(fun)
+    def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        if policy.level == "O0":
+            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
+            return fun(*args, **kwargs)
+        tree = (as_partial(fun), args, kwargs)
+        scopes = scopes_of(tree)
+        if are_initializing(scopes):
+            return fun(*args, **kwargs)
+        if modules_of(tree):
+            call = functools.partial(_call, policy, in_layers=_find_layers(tree))
+            is_update = not is_collecting()
+            return call_with_states(call, fun, args, kwargs, is_update=is_update)
+        if scopes:
+            call = functools.partial(_call, policy)
+            return call_with_variables(call, scopes, fun, args, kwargs)
+        arrays, rest = partition((args, kwargs))
+        if not is_collecting() and _is_concrete(arrays, rest):
+            call = functools.partial(_call_for_arrays, policy)
+            # 1, 1.0 and True are equal, but may give other results.
+            static = (rest, repr(rest.others))
+            compiled = compile_once(fun, policy, call, static)
+            if compiled is not None:
+                with contextlib.suppress(MayChangeError):
+                    results = compiled(*arrays)
+                    return results.func(*results.args)
+        return _call(policy, fun, args, kwargs)
+
+    return cast_fun
+
+
+def _check_function(fun: object) -> None:
+    """Refuses what only looks like a function."""
+    is_name = isinstance(fun, str | np.dtype)
+    if is_name or (isinstance(fun, type) and hasattr(fun, "dtype")):
+        name = fun if is_name else fun.__name__  # type: ignore[attr-defined]
+        raise TypeError(
+            f"`fun` must be a function, got the dtype {name}. (Did you mean "
+            f"`autocast(dtype=jnp.{name})`?)"
+        )
+    if isinstance(fun, type):
+        raise TypeError(
+            f"`fun` must be a function, got the class {fun.__name__}. (Decorate its "
+            "method, such as `__call__`, or pass an object of the class.)"
+        )
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
+
+
 def _call_for_arrays(
     policy: Policy,
     fun: Callable[..., PyTree],
@@ -200,68 +258,54 @@ def _call_for_arrays(
 ) -> Partial:
     """The same as `_call`, with the arrays of its arguments and results apart."""
     args, kwargs = static[0].merge(arrays)
-    results, rest = partition(_call(fun, policy, args, kwargs, captured))
+    results, rest = partition(_call(policy, fun, args, kwargs, captured=captured))
     if not is_plain(rest.structure) or not all(map(is_immutable, rest.others)):
         raise MayChangeError  # Every call would give the same object, such as a set.
     return Partial(rest.merge, results)
 
 
 def _call(
-    fun: Callable[..., PyTree],
     policy: Policy,
+    fun: Callable[..., PyTree],
     args: PyTree,
     kwargs: PyTree,
+    *,
+    in_layers: Callable[[PyTree], list[bool]] = in_normalization,
     captured: Sequence[tuple[Any, Any]] = (),
 ) -> PyTree:
     """Traces a call, and evaluates it with casts.
 
+    `in_layers` says for each leaf whether it belongs to a normalization layer.
     `captured` holds constant arrays of the program, and what to read in their place.
     """
     arrays, rest = partition((args, kwargs))
 
     @without_notes()
-    def trace(*arrays: jax.Array) -> tuple[Partial, Partial]:
-        args, kwargs = rest.merge(arrays)
-        parts = parts_of((args, kwargs))
-        states_before, _ = partition(states_of((args, kwargs)))
-        results, other_results = partition(fun(*args, **kwargs))
-        if not are_same(parts, parts_of((args, kwargs))):
-            raise ValueError(
-                "`fun` must not change its arguments in place: under `autocast` the "
-                "change would be lost. (Return the new value instead.)"
-            )
-        states, other_states = partition(states_of((args, kwargs)))
-        if are_same(states, states_before):
-            states = []
+    def trace(*arrays: jax.Array) -> Partial:
+        results, other_results = partition(call_unchanged(fun, *rest.merge(arrays)))
         # A `Partial` is a pytree of its arrays, with the function as static data.
-        return Partial(other_results.merge, results), Partial(
-            other_states.merge, states
-        )
+        return Partial(other_results.merge, results)
 
-    closed, (results, states) = jax.make_jaxpr(trace, return_shape=True)(*arrays)
+    closed, results = jax.make_jaxpr(trace, return_shape=True)(*arrays)
     instead = {id(constant): array for constant, array in captured}
     consts = [instead.get(id(constant), constant) for constant in closed.consts]
     closed = core.ClosedJaxpr(closed.jaxpr, consts)
-    inputs = _inputs((args, kwargs), arrays, policy)
+    inputs = list(map(as_argument, arrays))
+    if policy.level == "O2":  # Parameters of normalization layers stay in float32.
+        flags = itertools.compress(in_layers((args, kwargs)), rest.flags)
+        inputs = [
+            Value(array, Origin.COMPUTED) if flag else as_argument(array)
+            for array, flag in zip(arrays, flags, strict=True)
+        ]
     outputs = [value.array for value in run(closed, inputs, policy)]
-    outputs = as_declared(closed.jaxpr.outvars, outputs)
-    count = len(results.args[0])
-    if states.args[0]:
-        update_modules((args, kwargs), states.func(outputs[count:]))
-    return results.func(outputs[:count])
+    return results.func(as_declared(closed.jaxpr.outvars, outputs))
 
 
-def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
-    """The arrays of a call as values; at O2 normalization parameters stay float32."""
-    in_layers = itertools.compress(
-        in_normalization(tree), map(is_array, jax.tree.leaves(tree))
-    )
-    return [
-        Value(array, Origin.COMPUTED)
-        if in_layer and policy.level == "O2"
-        else as_argument(array)
-        for array, in_layer in zip(arrays, in_layers, strict=True)
-    ]
+def _find_layers(tree: PyTree) -> Callable[[PyTree], list[bool]]:
+    """The same as `in_normalization`, for the leaves of a tree in any other tree."""
+    pairs = zip(jax.tree.leaves(tree), in_normalization(tree), strict=True)
+    found = {id(leaf): leaf for leaf, flag in pairs if flag}
+    return lambda other: [id(leaf) in found for leaf in jax.tree.leaves(other)]
 
 
 def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:
