@@ -19,7 +19,10 @@ def flax_nnx() -> Any:
 
 def is_nnx(node: object) -> bool:
     """Whether a node is a module or a state."""
-    return is_module(node) or is_state(node)
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(
+        node, (getattr(nnx, "Pytree", nnx.Module), nnx.State, nnx.Variable)
+    )
 
 
 def is_state(node: object) -> bool:
@@ -30,18 +33,27 @@ def is_state(node: object) -> bool:
 
 def is_module(node: object) -> bool:
     """Whether a node is an object that a call may change in place."""
+    return is_nnx(node) and not is_state(node)
+
+
+def leaves_of(tree: PyTree) -> list[Any]:
+    """The leaves of a tree, with modules and states as leaves."""
     nnx = flax_nnx()
-    return nnx is not None and isinstance(
-        node, (getattr(nnx, "Pytree", nnx.Module), nnx.Variable)
-    )
+    if nnx is None:
+        return jax.tree.leaves(tree)
+    seen: dict[type, bool] = {}  # Flax's own `isinstance` is slow.
+
+    def is_leaf(node: Any) -> bool:
+        if type(node) not in seen:
+            seen[type(node)] = is_nnx(node)
+        return seen[type(node)]
+
+    return jax.tree.leaves(tree, is_leaf=is_leaf)
 
 
 def modules_of(tree: PyTree) -> list[Any]:
     """All modules in a tree, apart from the variables of states."""
-    if flax_nnx() is None:
-        return []
-    leaves = jax.tree.leaves(tree, is_leaf=is_nnx)
-    return [leaf for leaf in leaves if is_module(leaf)]
+    return list(filter(is_module, leaves_of(tree)))
 
 
 def map_modules(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

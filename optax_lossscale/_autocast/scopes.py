@@ -7,22 +7,29 @@ evaluation take its place.
 
 import sys
 from collections.abc import Callable, Sequence
+from types import CellType
 from typing import Any
 
 import jax
 
+from optax_lossscale._autocast.arguments import one_of_each
 from optax_lossscale._types import PyTree
 
+_EMPTY = CellType()  # Of a variable that is not assigned yet.
 
-def scopes_of(tree: PyTree) -> list[Any]:
-    """The root scopes of the linen modules in a tree and around the present call."""
+
+def scopes_of(fun: Callable[..., PyTree], leaves: Sequence[Any]) -> list[Any]:
+    """The root scopes of linen modules: some leaves, in a closure, around the call."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return []
+    cells = [x for x in getattr(fun, "__closure__", None) or () if x != _EMPTY]
+    closure = [cell.cell_contents for cell in cells]
     around = linen.module._context.module_stack[-1:]
-    modules = [
-        x for x in [*jax.tree.leaves(tree), *around] if isinstance(x, linen.Module)
-    ]
+    objects = [*leaves, *closure, *around]
+    if not any(isinstance(x, linen.Module) for x in one_of_each(objects)):
+        return []
+    modules = [x for x in objects if isinstance(x, linen.Module)]
     scopes = [module.scope.root for module in modules if module.scope is not None]
     return list(dict.fromkeys(scopes))
 

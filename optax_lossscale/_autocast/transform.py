@@ -14,7 +14,12 @@ import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast.arguments import Rest, call_unchanged, partition
+from optax_lossscale._autocast.arguments import (
+    Rest,
+    call_unchanged,
+    one_of_each,
+    partition,
+)
 from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.modules import as_partial, call_with_states
@@ -34,7 +39,7 @@ from optax_lossscale._autocast.scopes import (
     scopes_of,
 )
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
-from optax_lossscale._nnx import modules_of
+from optax_lossscale._nnx import is_module, leaves_of
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 
@@ -157,9 +162,8 @@ def autocast(
       `mindspore.amp.auto_mixed_precision`.
     """
     policy = make_policy(dtype, level, low, high, nested=NESTED_NAMES)
-    if fun is None:
-        return functools.partial(_cast, policy=policy)
-    return _cast(fun, policy=policy)
+    decorate: Callable[..., Any] = functools.partial(_cast, policy=policy)
+    return decorate if fun is None else decorate(fun)
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -206,47 +210,64 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
             add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
             return fun(*args, **kwargs)
         tree = (as_partial(fun), args, kwargs)
-        scopes = scopes_of(tree)
+        leaves = leaves_of(tree)
+        scopes = scopes_of(fun, leaves)
         if are_initializing(scopes):
             return fun(*args, **kwargs)
-        if modules_of(tree):
-            call = functools.partial(_call, policy, in_layers=_find_layers(tree))
+        has_modules = any(map(is_module, one_of_each(leaves)))
+        if not has_modules and not scopes and not is_collecting():
+            results = _call_compiled(policy, fun, args, kwargs)
+            if results is not None:
+                return results.func(*results.args)
+        call = functools.partial(_call, policy)
+        if has_modules:
+            in_layers = functools.partial(_in_layers_of, tree)
+            call = functools.partial(call, in_layers=in_layers)
+        if scopes:
+            call = functools.partial(call_with_variables, call, scopes)
+        if has_modules:
             is_update = not is_collecting()
             return call_with_states(call, fun, args, kwargs, is_update=is_update)
-        if scopes:
-            call = functools.partial(_call, policy)
-            return call_with_variables(call, scopes, fun, args, kwargs)
-        arrays, rest = partition((args, kwargs))
-        if not is_collecting() and _is_concrete(arrays, rest):
-            call = functools.partial(_call_for_arrays, policy)
-            # 1, 1.0 and True are equal, but may give other results.
-            static = (rest, repr(rest.others))
-            compiled = compile_once(fun, policy, call, static)
-            if compiled is not None:
-                with contextlib.suppress(MayChangeError):
-                    results = compiled(*arrays)
-                    return results.func(*results.args)
-        return _call(policy, fun, args, kwargs)
+        return call(fun, args, kwargs)
 
     return cast_fun
 
 
-def _check_function(fun: object) -> None:
-    """Refuses what only looks like a function."""
-    is_name = isinstance(fun, str | np.dtype)
-    if is_name or (isinstance(fun, type) and hasattr(fun, "dtype")):
-        name = fun if is_name else fun.__name__  # type: ignore[attr-defined]
-        raise TypeError(
-            f"`fun` must be a function, got the dtype {name}. (Did you mean "
-            f"`autocast(dtype=jnp.{name})`?)"
-        )
-    if isinstance(fun, type):
-        raise TypeError(
-            f"`fun` must be a function, got the class {fun.__name__}. (Decorate its "
-            "method, such as `__call__`, or pass an object of the class.)"
-        )
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}.")
+def _check_function(fun: Any) -> None:
+    """Refuses what only looks like a function, and says what was meant."""
+    hint = ""
+    if _is_dtype(fun):
+        name = getattr(fun, "__name__", str(fun))
+        hint = f" (Did you mean `autocast(dtype=jnp.{name})`?)"
+    elif isinstance(fun, str):
+        hint = f" (Did you mean `autocast(level={fun!r})`?)"
+    elif isinstance(fun, type):
+        hint = " (Decorate a method of the class, or pass one of its objects.)"
+    if hint or not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.{hint}")
+
+
+def _is_dtype(value: Any) -> bool:
+    if isinstance(value, type):
+        dtype = getattr(value, "dtype", None)
+        return issubclass(value, np.generic) or isinstance(dtype, np.dtype)
+    is_name = isinstance(value, str) and value.startswith(("bfloat", "float"))
+    return is_name or isinstance(value, np.dtype)
+
+
+def _call_compiled(
+    policy: Policy, fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+) -> Partial | None:
+    """The results of `_call` from a program compiled once, or None if there is none."""
+    arrays, rest = partition((args, kwargs))
+    if not _is_concrete(arrays, rest):
+        return None
+    call = functools.partial(_call_for_arrays, policy)
+    # 1, 1.0 and True are equal, but may give other results.
+    compiled = compile_once(fun, policy, call, (rest, repr(rest.others)))
+    with contextlib.suppress(MayChangeError):
+        return None if compiled is None else compiled(*arrays)
+    return None
 
 
 def _call_for_arrays(
@@ -301,11 +322,11 @@ def _call(
     return results.func(as_declared(closed.jaxpr.outvars, outputs))
 
 
-def _find_layers(tree: PyTree) -> Callable[[PyTree], list[bool]]:
-    """The same as `in_normalization`, for the leaves of a tree in any other tree."""
+def _in_layers_of(tree: PyTree, other: PyTree) -> list[bool]:
+    """The same as `in_normalization(tree)`, for the leaves of a tree in another one."""
     pairs = zip(jax.tree.leaves(tree), in_normalization(tree), strict=True)
-    found = {id(leaf): leaf for leaf, flag in pairs if flag}
-    return lambda other: [id(leaf) in found for leaf in jax.tree.leaves(other)]
+    found = {id(leaf): leaf for leaf, is_in_layer in pairs if is_in_layer}
+    return [id(leaf) in found for leaf in jax.tree.leaves(other)]
 
 
 def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:
