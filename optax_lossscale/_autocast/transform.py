@@ -75,8 +75,9 @@ def autocast(
 ) -> Callable[..., Any]:
     """Runs a function that was written for float32 in a low dtype where that is safe.
 
-    Wrap the loss or the model; differentiate, map and compile the result as you would
-    the function itself. It is traced, and each operation is cast by its kind:
+    Wrap the loss or the model, or decorate it: `@autocast` or `@autocast(level="O2")`.
+    Differentiate, map and compile the result as you would the function itself. It is
+    traced, and each operation is cast by its kind:
 
         matrix product, convolution          dtype
         exponential, logarithm, power, sum   float32; so are norms, softmax and losses
@@ -123,6 +124,13 @@ def autocast(
     class, their function or a `jax.named_scope`. Mark any other part that should stay
     in float32 with `full_precision`.
 
+    **Modules.** `fun` may be a module or a method of one, in its class or bound. What
+    a call changes in a module of `flax.nnx` or in a bound module of `flax.linen`, such
+    as batch statistics or dropout counts, reaches that module. For this an NNX module
+    must be an argument, be `fun` itself or be what `fun` is bound to, also by
+    `functools.partial`; a change of any other is refused. While a linen module makes
+    its parameters, nothing is cast.
+
     **Outside `jit`** the function is traced at each call, because what it reads may
     have changed. It is compiled once instead if it reads only its arguments, numbers,
     arrays and functions of JAX, or of your own that do the same, and if the arguments
@@ -130,7 +138,8 @@ def autocast(
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
-        that are not arrays are static. It may change objects of `flax.nnx`.
+        that are not arrays are static. It may change modules, as said above. Without
+        it, a decorator with the other settings is returned.
       dtype: float16 or bfloat16.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       low: Names of further JAX primitives to run in `dtype`, such as `"cumsum"`. Where
@@ -139,14 +148,16 @@ def autocast(
       high: Names of further JAX primitives to run in float32, such as `"tanh"`.
 
     Returns:
-      A function with the signature of `fun` and results of the same dtypes.
+      A function with the signature of `fun` and results of the same dtypes; without
+      `fun`, a decorator that makes one.
 
     Raises:
-      TypeError: If `fun` is not a function, or `dtype` is not floating.
+      TypeError: If `fun` is not a function, such as a class or a dtype, or if `dtype`
+        is not floating.
       ValueError: If `dtype` is float8, or not narrower than float32; if the level is
         unknown; if a name in `low` or `high` is not that of a primitive. When the
-        result is called, if `fun` changes an argument other than an object of
-        `flax.nnx` in place.
+        result is called, if `fun` changes an argument in place that is not a module, or
+        a module of `flax.nnx` that is not an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
