@@ -84,23 +84,29 @@ def call_with_states(
         leaves = [leaf for _, leaf in pairs]
         values = list(map(_value_of, leaves))
         results, changes, new_graph = call(pure, (arguments, values), {})
-        if new_graph is None:
-            _update(leaves, changes if is_update else {})
-            return results
-        # If a module must not be changed, this is refused before one is.
-        _update(leaves, dict(enumerate(values)) if is_update else {})
-        with nnx.merge_context(_TAG if is_update else None, inner=False) as context:
-            _, made = context.unflatten(new_graph, changes)
+        if not is_update:
+            with nnx.merge_context() as context:
+                made = context.unflatten(new_graph, changes)[1] if new_graph else []
+            return _put_modules(results, made)
+        with explain_changes():
+            if new_graph is None:
+                for i, value in changes.items():
+                    nnx.update(leaves[i], value)
+                return results
+            _check_may_change(modules)
+            with nnx.merge_context(_TAG, inner=False) as context:
+                _, made = context.unflatten(new_graph, changes)
         return _put_modules(results, made)
 
 
-def _update(leaves: Sequence[Any], values: dict[int, PyTree]) -> None:
-    """Sets the values of variables; other leaves are left alone."""
+def _check_may_change(modules: Sequence[Any]) -> None:
+    """Has Flax refuse to change any object in some modules, before one is changed."""
     nnx = flax_nnx()
-    with explain_changes():
-        for i, value in values.items():
-            if isinstance(leaves[i], nnx.Variable):
-                nnx.update(leaves[i], value)
+    for _, node in nnx.iter_graph(modules):
+        if isinstance(node, nnx.Variable):
+            nnx.update(node, _value_of(node))
+        elif hasattr(node, "_check_valid_context"):
+            node._check_valid_context(lambda: "from a different trace level")
 
 
 def _value_of(leaf: Any) -> PyTree:

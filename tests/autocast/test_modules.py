@@ -303,6 +303,28 @@ def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
         np.testing.assert_array_equal(array, old)
 
 
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, nnx.jit, jax.checkpoint])
+@pytest.mark.parametrize("attribute", ["calls", "array", "made", "norm"])
+def test_a_change_of_one_attribute_that_would_be_lost_is_refused(attribute, around):
+    class One(Several):
+        def __call__(self, x):
+            if attribute == "calls":
+                self.calls += 1
+            elif attribute == "array":
+                self.array = 2 * self.array
+            elif attribute == "made":
+                self.made = nnx.Variable(jnp.sum(x))
+            else:
+                self.norm.eval()
+            return x
+
+    model = One()
+    with pytest.raises(ValueError, match="Pass the module as an argument"):
+        around(ols.autocast(model))(ROWS)
+    assert (model.calls, model.norm.use_running_average) == (0, False)
+    assert_same_state(model, One())
+
+
 def test_a_closed_module_that_a_call_does_not_change_needs_no_argument():
     model = Net()
     model.eval()
