@@ -225,8 +225,10 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
         scopes = scopes_of(fun, leaves)
         if are_initializing(scopes):
             return fun(*args, **kwargs)
-        has_modules = any(map(is_module, one_of_each(leaves)))
-        if not has_modules and not scopes and not is_collecting():
+        kinds = one_of_each(leaves)
+        has_modules = any(map(is_module, kinds))
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in kinds)
+        if not (has_modules or scopes or is_traced or is_collecting()):
             results = _call_compiled(policy, fun, args, kwargs)
             if results is not None:
                 return results.func(*results.args)
