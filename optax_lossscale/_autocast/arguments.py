@@ -1,14 +1,14 @@
 """Find the arrays among arguments, and find out whether a call changed an argument."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._nnx import is_nnx, is_state
+from optax_lossscale._nnx import explain_changes, is_nnx, is_state
 from optax_lossscale._types import PyTree
 
 
@@ -17,6 +17,11 @@ def is_array(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray):  # Not of strings, dates or objects, for example.
         return leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def one_of_each(leaves: Iterable[Any]) -> list[Any]:
+    """One leaf of each class, where to test each leaf would take long."""
+    return list({type(leaf): leaf for leaf in leaves}.values())
 
 
 class Rest(NamedTuple):
@@ -50,7 +55,22 @@ def partition(tree: PyTree) -> tuple[list[Any], Rest]:
     return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], rest
 
 
-def parts_of(tree: PyTree) -> list[Any]:
+def call_unchanged(
+    fun: Callable[..., PyTree], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PyTree:
+    """Returns `fun(*args, **kwargs)`; refuses changes that would be lost."""
+    parts = _parts_of((args, kwargs))
+    with explain_changes():
+        results = fun(*args, **kwargs)
+    if not are_same(parts, _parts_of((args, kwargs))):
+        raise ValueError(
+            "`fun` must not change its arguments in place: under `autocast` the "
+            "change would be lost. (Return the new value instead.)"
+        )
+    return results
+
+
+def _parts_of(tree: PyTree) -> list[Any]:
     """What a tree consists of, to be compared with what it consists of later.
 
     The parts are its leaves, with modules as leaves and without states, and its
@@ -62,7 +82,7 @@ def parts_of(tree: PyTree) -> list[Any]:
         return [part for part in parts if not is_state(part)]
     children, again = (_flatten(tree, lambda x: x is not tree) for _ in range(2))
     if are_same(children, again):
-        return [part for child in children for part in parts_of(child)]
+        return [part for child in children for part in _parts_of(child)]
     return [dict(getattr(tree, "__dict__", {}))]
 
 

@@ -8,7 +8,7 @@ results, and is many times as fast.
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,9 @@ _MOST_STATIC_VALUES = 8
 class _Caller:
     """The function of one call. Equal to any other, so that JAX compiles only once."""
 
-    def __init__(self, fun: Any) -> None:
+    def __init__(self, fun: Any, arrays: Sequence[Any]) -> None:
         self.fun = weakref.ref(fun)
+        self.arrays = list(map(weakref.ref, arrays))  # That the function reads.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Caller)
@@ -40,13 +41,9 @@ class _Compiled:
         def compiled(
             caller: _Caller, static: Hashable, captured: list[Any], *arrays: Any
         ) -> Any:
-            fun = caller.fun()
-            return call(
-                fun,
-                static,
-                list(zip(Reads(fun).arrays(), captured, strict=True)),
-                *arrays,
-            )
+            read = [reference() for reference in caller.arrays]
+            pairs = list(zip(read, captured, strict=True))
+            return call(caller.fun(), static, pairs, *arrays)
 
         compiled.__name__ = name
         self.call = jax.jit(compiled, static_argnums=(0, 1))
@@ -103,7 +100,8 @@ def compile_once(
     compiled = by_settings[settings]
     if not compiled.is_valid(reads) or not compiled.accepts(static):
         return None
-    return functools.partial(compiled.call, _Caller(fun), static, reads.arrays())
+    caller = _Caller(fun, reads.arrays())
+    return functools.partial(compiled.call, caller, static, reads.arrays())
 
 
 def _reference(value: object) -> Callable[[], object]:

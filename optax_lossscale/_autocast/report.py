@@ -12,9 +12,10 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from optax_lossscale._autocast.arguments import partition
+from optax_lossscale._autocast.modules import as_partial, call_partial
 from optax_lossscale._autocast.notes import Note, collect_notes
 from optax_lossscale._autocast.transform import autocast
-from optax_lossscale._nnx import is_module
+from optax_lossscale._nnx import modules_of
 from optax_lossscale._types import PyTree
 
 _SERIALS = itertools.count()
@@ -56,8 +57,9 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
-    if is_module(fun):  # As an argument it may change, say its running statistics.
-        fun, args = _apply, (fun, *args)
+    function = as_partial(fun)
+    if modules_of(function):  # As arguments they may change, say their statistics.
+        fun, args = call_partial, (function, *args)
     arrays, rest = partition((args, kwargs))
 
     def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
@@ -72,10 +74,6 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         if not notes:
             jax.eval_shape(call(autocast(fun)), *arrays)
     _print_table([note for _, note in notes.values()])
-
-
-def _apply(module: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
-    return module(*args, **kwargs)
 
 
 @contextlib.contextmanager

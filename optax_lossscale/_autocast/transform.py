@@ -6,22 +6,23 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
 from optax_lossscale._autocast.arguments import (
     Rest,
-    are_same,
-    is_array,
+    call_unchanged,
+    one_of_each,
     partition,
-    parts_of,
 )
 from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
+from optax_lossscale._autocast.modules import as_partial, call_with_states
 from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -32,24 +33,51 @@ from optax_lossscale._autocast.notes import (
 )
 from optax_lossscale._autocast.policy import Policy, make_policy
 from optax_lossscale._autocast.reads import MayChangeError, is_immutable, is_plain
+from optax_lossscale._autocast.scopes import (
+    are_initializing,
+    call_with_variables,
+    scopes_of,
+)
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
-from optax_lossscale._nnx import modules_of, states_of, update_modules
+from optax_lossscale._nnx import is_module, leaves_of
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
 def autocast(
-    fun: Callable[..., PyTree],
+    fun: Callable[P, R],
     dtype: jax.typing.DTypeLike = jnp.float16,
     *,
     level: str = "O1",
     low: Sequence[str] = (),
     high: Sequence[str] = (),
-) -> Callable[..., PyTree]:
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fun: None = None,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    *,
+    level: str = "O1",
+    low: Sequence[str] = (),
+    high: Sequence[str] = (),
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    *,
+    level: str = "O1",
+    low: Sequence[str] = (),
+    high: Sequence[str] = (),
+) -> Callable[..., Any]:
     """Runs a function that was written for float32 in a low dtype where that is safe.
 
-    Wrap the loss or the model; differentiate, map and compile the result as you would
-    the function itself. It is traced, and each operation is cast by its kind:
+    Wrap the loss or the model, or decorate it: `@autocast` or `@autocast(level="O2")`.
+    Differentiate, map and compile the result as you would the function itself. It is
+    traced, and each operation is cast by its kind:
 
         matrix product, convolution          dtype
         exponential, logarithm, power, sum   float32; so are norms, softmax and losses
@@ -96,6 +124,13 @@ def autocast(
     class, their function or a `jax.named_scope`. Mark any other part that should stay
     in float32 with `full_precision`.
 
+    **Modules.** `fun` may be a module or a method of one, in its class or bound. What
+    a call changes in a module of `flax.nnx` or in a bound module of `flax.linen`, such
+    as batch statistics or dropout counts, reaches that module. For this an NNX module
+    must be an argument, be `fun` itself or be what `fun` is bound to, also by
+    `functools.partial`; a change of any other is refused. While a linen module makes
+    its parameters, nothing is cast.
+
     **Outside `jit`** the function is traced at each call, because what it reads may
     have changed. It is compiled once instead if it reads only its arguments, numbers,
     arrays and functions of JAX, or of your own that do the same, and if the arguments
@@ -103,7 +138,8 @@ def autocast(
 
     Args:
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
-        that are not arrays are static. It may change objects of `flax.nnx`.
+        that are not arrays are static. It may change modules, as said above. Without
+        it, a decorator with the other settings is returned.
       dtype: float16 or bfloat16.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       low: Names of further JAX primitives to run in `dtype`, such as `"cumsum"`. Where
@@ -112,14 +148,16 @@ def autocast(
       high: Names of further JAX primitives to run in float32, such as `"tanh"`.
 
     Returns:
-      A function with the signature of `fun` and results of the same dtypes.
+      A function with the signature of `fun` and results of the same dtypes; without
+      `fun`, a decorator that makes one.
 
     Raises:
-      TypeError: If `fun` is not a function, or `dtype` is not floating.
+      TypeError: If `fun` is not a function, such as a class or a dtype, or if `dtype`
+        is not floating.
       ValueError: If `dtype` is float8, or not narrower than float32; if the level is
         unknown; if a name in `low` or `high` is not that of a primitive. When the
-        result is called, if `fun` changes an argument other than an object of
-        `flax.nnx` in place.
+        result is called, if `fun` changes an argument in place that is not a module, or
+        a module of `flax.nnx` that is not an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -134,29 +172,9 @@ def autocast(
       https://nvidia.github.io/apex/amp.html#opt-levels; `amp_level` of
       `mindspore.amp.auto_mixed_precision`.
     """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}.")
     policy = make_policy(dtype, level, low, high, nested=NESTED_NAMES)
-
-    @functools.wraps(fun)
-    def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        if level == "O0":
-            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
-            return fun(*args, **kwargs)
-        arrays, rest = partition((args, kwargs))
-        is_simple = not is_collecting() and not modules_of((args, kwargs))
-        if is_simple and _is_concrete(arrays, rest):
-            call = functools.partial(_call_for_arrays, policy)
-            # 1, 1.0 and True are equal, but may give other results.
-            static = (rest, repr(rest.others))
-            compiled = compile_once(fun, policy, call, static)
-            if compiled is not None:
-                with contextlib.suppress(MayChangeError):
-                    results = compiled(*arrays)
-                    return results.func(*results.args)
-        return _call(fun, policy, args, kwargs)
-
-    return cast_fun
+    decorate: Callable[..., Any] = functools.partial(_cast, policy=policy)
+    return decorate if fun is None else decorate(fun)
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -191,6 +209,80 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return full_fun
 
 
+def _cast(fun: Any, *, policy: Policy) -> Any:
+    """The function that evaluates `fun` with casts."""
+    if isinstance(fun, staticmethod | classmethod):
+        return type(fun)(_cast(fun.__func__, policy=policy))
+    _check_function(fun)
+
+    @functools.wraps(fun)
+    def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        if policy.level == "O0":
+            add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
+            return fun(*args, **kwargs)
+        tree = (as_partial(fun), args, kwargs)
+        leaves = leaves_of(tree)
+        scopes = scopes_of(fun, leaves)
+        if are_initializing(scopes):
+            return fun(*args, **kwargs)
+        kinds = one_of_each(leaves)
+        has_modules = any(map(is_module, kinds))
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in kinds)
+        if not (has_modules or scopes or is_traced or is_collecting()):
+            results = _call_compiled(policy, fun, args, kwargs)
+            if results is not None:
+                return results.func(*results.args)
+        call = functools.partial(_call, policy)
+        if has_modules:
+            in_layers = functools.partial(_in_layers_of, tree)
+            call = functools.partial(call, in_layers=in_layers)
+        if scopes:
+            call = functools.partial(call_with_variables, call, scopes)
+        if has_modules:
+            is_update = not is_collecting()
+            return call_with_states(call, fun, args, kwargs, is_update=is_update)
+        return call(fun, args, kwargs)
+
+    return cast_fun
+
+
+def _check_function(fun: Any) -> None:
+    """Refuses what only looks like a function, and says what was meant."""
+    hint = ""
+    if _is_dtype(fun):
+        name = getattr(fun, "__name__", str(fun))
+        hint = f" (Did you mean `autocast(dtype=jnp.{name})`?)"
+    elif isinstance(fun, str):
+        hint = f" (Did you mean `autocast(level={fun!r})`?)"
+    elif isinstance(fun, type):
+        hint = " (Decorate a method of the class, or pass one of its objects.)"
+    if hint or not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.{hint}")
+
+
+def _is_dtype(value: Any) -> bool:
+    if isinstance(value, type):
+        dtype = getattr(value, "dtype", None)
+        return issubclass(value, np.generic) or isinstance(dtype, np.dtype)
+    is_name = isinstance(value, str) and value.startswith(("bfloat", "float"))
+    return is_name or isinstance(value, np.dtype)
+
+
+def _call_compiled(
+    policy: Policy, fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+) -> Partial | None:
+    """The results of `_call` from a program compiled once, or None if there is none."""
+    arrays, rest = partition((args, kwargs))
+    if not _is_concrete(arrays, rest):
+        return None
+    call = functools.partial(_call_for_arrays, policy)
+    # 1, 1.0 and True are equal, but may give other results.
+    compiled = compile_once(fun, policy, call, (rest, repr(rest.others)))
+    with contextlib.suppress(MayChangeError):
+        return None if compiled is None else compiled(*arrays)
+    return None
+
+
 def _call_for_arrays(
     policy: Policy,
     fun: Callable[..., PyTree],
@@ -200,68 +292,54 @@ def _call_for_arrays(
 ) -> Partial:
     """The same as `_call`, with the arrays of its arguments and results apart."""
     args, kwargs = static[0].merge(arrays)
-    results, rest = partition(_call(fun, policy, args, kwargs, captured))
+    results, rest = partition(_call(policy, fun, args, kwargs, captured=captured))
     if not is_plain(rest.structure) or not all(map(is_immutable, rest.others)):
         raise MayChangeError  # Every call would give the same object, such as a set.
     return Partial(rest.merge, results)
 
 
 def _call(
-    fun: Callable[..., PyTree],
     policy: Policy,
+    fun: Callable[..., PyTree],
     args: PyTree,
     kwargs: PyTree,
+    *,
+    in_layers: Callable[[PyTree], list[bool]] = in_normalization,
     captured: Sequence[tuple[Any, Any]] = (),
 ) -> PyTree:
     """Traces a call, and evaluates it with casts.
 
+    `in_layers` says for each leaf whether it belongs to a normalization layer.
     `captured` holds constant arrays of the program, and what to read in their place.
     """
     arrays, rest = partition((args, kwargs))
 
     @without_notes()
-    def trace(*arrays: jax.Array) -> tuple[Partial, Partial]:
-        args, kwargs = rest.merge(arrays)
-        parts = parts_of((args, kwargs))
-        states_before, _ = partition(states_of((args, kwargs)))
-        results, other_results = partition(fun(*args, **kwargs))
-        if not are_same(parts, parts_of((args, kwargs))):
-            raise ValueError(
-                "`fun` must not change its arguments in place: under `autocast` the "
-                "change would be lost. (Return the new value instead.)"
-            )
-        states, other_states = partition(states_of((args, kwargs)))
-        if are_same(states, states_before):
-            states = []
+    def trace(*arrays: jax.Array) -> Partial:
+        results, other_results = partition(call_unchanged(fun, *rest.merge(arrays)))
         # A `Partial` is a pytree of its arrays, with the function as static data.
-        return Partial(other_results.merge, results), Partial(
-            other_states.merge, states
-        )
+        return Partial(other_results.merge, results)
 
-    closed, (results, states) = jax.make_jaxpr(trace, return_shape=True)(*arrays)
+    closed, results = jax.make_jaxpr(trace, return_shape=True)(*arrays)
     instead = {id(constant): array for constant, array in captured}
     consts = [instead.get(id(constant), constant) for constant in closed.consts]
     closed = core.ClosedJaxpr(closed.jaxpr, consts)
-    inputs = _inputs((args, kwargs), arrays, policy)
+    inputs = list(map(as_argument, arrays))
+    if policy.level == "O2":  # Parameters of normalization layers stay in float32.
+        flags = itertools.compress(in_layers((args, kwargs)), rest.flags)
+        inputs = [
+            Value(array, Origin.COMPUTED) if flag else as_argument(array)
+            for array, flag in zip(arrays, flags, strict=True)
+        ]
     outputs = [value.array for value in run(closed, inputs, policy)]
-    outputs = as_declared(closed.jaxpr.outvars, outputs)
-    count = len(results.args[0])
-    if states.args[0]:
-        update_modules((args, kwargs), states.func(outputs[count:]))
-    return results.func(outputs[:count])
+    return results.func(as_declared(closed.jaxpr.outvars, outputs))
 
 
-def _inputs(tree: PyTree, arrays: Sequence[Any], policy: Policy) -> list[Value]:
-    """The arrays of a call as values; at O2 normalization parameters stay float32."""
-    in_layers = itertools.compress(
-        in_normalization(tree), map(is_array, jax.tree.leaves(tree))
-    )
-    return [
-        Value(array, Origin.COMPUTED)
-        if in_layer and policy.level == "O2"
-        else as_argument(array)
-        for array, in_layer in zip(arrays, in_layers, strict=True)
-    ]
+def _in_layers_of(tree: PyTree, other: PyTree) -> list[bool]:
+    """The same as `in_normalization(tree)`, for the leaves of a tree in another one."""
+    pairs = zip(jax.tree.leaves(tree), in_normalization(tree), strict=True)
+    found = {id(leaf): leaf for leaf, is_in_layer in pairs if is_in_layer}
+    return [id(leaf) in found for leaf in jax.tree.leaves(other)]
 
 
 def _is_concrete(arrays: Sequence[Any], rest: Rest) -> bool:

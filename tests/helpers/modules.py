@@ -1,0 +1,49 @@
+"""A module of `flax.nnx` that a call changes, and comparisons of two such modules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from helpers.under_autocast import RNG
+
+ROWS = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32)
+
+
+class Net(nnx.Module):
+    """Each call moves the mean and the variance, and counts the dropout masks."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return self.dropout(jax.nn.relu(self.norm(self.linear(x))))
+
+    def encode(self, x):
+        return self(x)
+
+
+def mean_square(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def arrays_of(tree):
+    """All arrays of modules and other trees, with keys as numbers."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    pairs = zip(leaves, is_key, strict=True)
+    return [np.asarray(jax.random.key_data(x) if flag else x) for x, flag in pairs]
+
+
+def assert_same_state(actual, expected, rtol=2e-2):
+    """Floating arrays agree within the rounding of float16, and all others exactly."""
+    for a, e in zip(arrays_of(actual), arrays_of(expected), strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        is_floating = np.issubdtype(e.dtype, np.floating)
+        rtol_here = rtol if is_floating else 0
+        atol = rtol_here * max(float(np.max(np.abs(e), initial=0)), 0.1)
+        np.testing.assert_allclose(a, e, rtol=rtol_here, atol=atol)
