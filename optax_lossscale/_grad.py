@@ -40,7 +40,8 @@ def scaled_value_and_grad(
       such as batch statistics and dropout counts, reaches the module.
     * Of an `nnx.State`, the same variables, or all if it has none of them.
     * Of any other tree, such as an Equinox module, the floating and complex arrays. All
-      other leaves are held fixed, and get None as gradients.
+      other leaves are held fixed, and get None as gradients. (If there are no such
+      arrays, JAX decides: it differentiates Python numbers and refuses integers.)
 
     A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
     itself, and in float16 `2**16` is infinity. So take the mean in float32:
