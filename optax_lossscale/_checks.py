@@ -191,9 +191,15 @@ def check_optimizer(
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
-            f"type {type(inner).__name__}. (Call the factory: `optax.adam(1e-3)`.)"
+            f"type {type(inner).__name__}. ({_optimizer_hint(inner)})"
         )
     return optax.with_extra_args_support(inner)
+
+
+def _optimizer_hint(inner: object) -> str:
+    if hasattr(inner, "adjust"):
+        return "The rule comes second: `loss_scaled(optimizer, rule)`."
+    return "Call the factory: `optax.adam(1e-3)`."
 
 
 def check_output_file(name: str) -> Path:

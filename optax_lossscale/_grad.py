@@ -36,7 +36,8 @@ def scaled_value_and_grad(
     that a model of any framework can be passed as it is:
 
     * Of an `nnx.Module`, the variables that an `nnx.Optimizer` passed as `state` was
-      made for (`wrt`), and `nnx.Param` otherwise. What the call changes in the module,
+      made for (`wrt`), and `nnx.Param` for any other `state`, such as its `opt_state`,
+      which does not know `wrt`. What the call changes in the module,
       such as batch statistics and dropout counts, reaches the module.
     * Of an `nnx.State`, the same variables, or all if it has none of them.
     * Of any other tree, such as an Equinox module, the floating and complex arrays. All
@@ -51,7 +52,8 @@ def scaled_value_and_grad(
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
         of the loss and auxiliary data.
       state: A `LossScaleState`, or any pytree that holds exactly one.
-      argnums: As in `jax.value_and_grad`; for modules also an `nnx.DiffState`.
+      argnums: As in `jax.value_and_grad`; for NNX modules also an `nnx.DiffState`, such
+        as `nnx.DiffState(0, nnx.LoRAParam)`.
       has_aux: As in `jax.value_and_grad`.
       **jax_kwargs: Further keyword arguments of `jax.value_and_grad`, or, for modules,
         of `nnx.value_and_grad`.
@@ -62,7 +64,8 @@ def scaled_value_and_grad(
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
-      TypeError: Raised by JAX, for example for a loss that is not a scalar.
+      TypeError: If `fun` is not a function, or raised by JAX, for example for a loss
+        that is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -74,6 +77,11 @@ def scaled_value_and_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got a {type(fun).__name__}. (Pass the function "
+            "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
+        )
     get_loss_scale(state)  # Raises here rather than at the first call.
 
     @functools.wraps(fun)

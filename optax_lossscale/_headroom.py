@@ -24,7 +24,13 @@ from optax_lossscale._checks import (
     check_power_of_two_bounds,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, count_step, first_state, shows_settings
+from optax_lossscale._rules import (
+    LossScale,
+    as_verdict,
+    count_step,
+    first_state,
+    shows_settings,
+)
 from optax_lossscale._state import LossScaleState
 
 _FLOAT32 = np.finfo(np.float32)
@@ -205,7 +211,7 @@ def headroom_loss_scale(
         exponent = jnp.where(top >= _FLOAT32.tiny, exponent, raised)
         exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
         s = power_of_two(jnp.clip(exponent, *exponent_bounds))
-        finite = jnp.asarray(grads_finite, bool) & ~overflowed
+        finite = as_verdict(grads_finite, state) & ~overflowed
         return count_step(state, finite, s, HeadroomRuleState(recent, peaks))
 
     def assumed_magnitude(

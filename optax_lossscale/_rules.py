@@ -19,6 +19,7 @@ from optax_lossscale._checks import (
     check_scale,
 )
 from optax_lossscale._state import LossScaleState, Unscaled
+from optax_lossscale._tree import dtype_of
 from optax_lossscale._types import PyTree
 
 _Settings = ParamSpec("_Settings")
@@ -245,7 +246,7 @@ def dynamic_loss_scale(
         grads_max: jax.typing.ArrayLike | None = None,
     ) -> LossScaleState:
         del grads_max
-        finite = jnp.asarray(grads_finite, bool)
+        finite = as_verdict(grads_finite, state)
         # A damaged count could keep the scale from ever changing; so it delays a growth
         # by one interval at most. In DeepSpeed's preset the count starts at -1.
         n = jnp.maximum(state.rule_state.growth_count, -growth_interval)
@@ -346,7 +347,7 @@ def hold(
 ) -> LossScaleState:
     """An `adjust` that counts the step and leaves the scale as it is."""
     del grads_max
-    finite = jnp.asarray(grads_finite, bool)
+    finite = as_verdict(grads_finite, state)
     return count_step(state, finite, state.loss_scale, state.rule_state)
 
 
@@ -358,6 +359,26 @@ def _hold_unchecked(
     """An `adjust` that counts every step as finite."""
     del grads_finite, grads_max
     return hold(state, True)
+
+
+def as_verdict(grads_finite: jax.typing.ArrayLike, state: LossScaleState) -> jax.Array:
+    """The verdict that `adjust` was given, `bool[]`; NaN is False.
+
+    Gradients are refused, which would count as finite whatever they are.
+    """
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"`state` must be a LossScaleState, got a {type(state).__name__}. (Did you "
+            "mean `find_loss_scale_state(opt_state)`?)"
+        )
+    is_one = dtype_of(grads_finite) is not None or isinstance(grads_finite, float | int)
+    if not is_one or jnp.ndim(grads_finite) > jnp.ndim(state.loss_scale):
+        raise TypeError(
+            f"`grads_finite` must be one bool, got {grads_finite!r:.60}. (Did you mean "
+            "`all_finite(grads)`?)"
+        )
+    verdict = jnp.asarray(grads_finite)
+    return verdict.astype(bool) & ~jnp.isnan(verdict)
 
 
 def count_step(

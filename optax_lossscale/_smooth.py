@@ -15,7 +15,13 @@ from optax_lossscale._checks import (
     check_power_of_two_bounds,
     check_scale,
 )
-from optax_lossscale._rules import LossScale, count_step, first_state, shows_settings
+from optax_lossscale._rules import (
+    LossScale,
+    as_verdict,
+    count_step,
+    first_state,
+    shows_settings,
+)
 from optax_lossscale._state import LossScaleState
 
 
@@ -108,7 +114,7 @@ def smooth_loss_scale(
         grads_max: jax.typing.ArrayLike | None = None,
     ) -> LossScaleState:
         del grads_max
-        finite = jnp.asarray(grads_finite, bool)
+        finite = as_verdict(grads_finite, state)
         low, high = map(power_of_two, exponents_within(bounds(state.step_count)))
         fraction = state.rule_state.fraction
         # A damaged checkpoint may hold NaN or any other number.

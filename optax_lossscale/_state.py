@@ -99,7 +99,9 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
     state is found by its type, never by a field name.
 
     If the tree holds several states, `path` picks one. Every other function that takes
-    such a tree also takes the state that was found.
+    such a tree also takes the state that was found. But the gradients of one loss have
+    one scale: to train several models on one loss, wrap one optimizer of them all. With
+    two, the scales differ after the first overflow of only one of them.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.
@@ -133,13 +135,17 @@ def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
     """The key path of the one state at `path`, and the state as the tree holds it."""
     everywhere = find_by_type(tree, LossScaleState)
     if not everywhere:
+        hint = (
+            "Pass the state that its `init` returns."
+            if hasattr(tree, "init")  # An optimizer or a rule.
+            else "Wrap the optimizer, `loss_scaled(optimizer)`, or make a state with a "
+            "rule's `init()`. `nnx.split`, `nnx.state` and a checkpoint restored "
+            "without a target flatten NamedTuples away: pass the `nnx.Optimizer`, its "
+            "`opt_state`, or restore into a target."
+        )
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a "
-            f"{type(tree).__name__}. (Wrap the optimizer, "
-            "`loss_scaled(optimizer)`, or make a state with a rule's `init()`. "
-            "`nnx.split`, `nnx.state` and a checkpoint restored without a target "
-            "flatten NamedTuples away: pass the `nnx.Optimizer`, its `opt_state`, "
-            "or restore into a target.)"
+            f"{type(tree).__name__}. ({hint})"
         )
     found = [(keys, state) for keys, state in everywhere if is_at(keys, path)]
     if len(found) == 1:

@@ -38,7 +38,8 @@ def loss_scale_metrics(
 
     Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure
     and never waits for the device. For JSON, turn the arrays into numbers:
-    `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
+    `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`. (Python writes a norm
+    that is not finite as `NaN` or `Infinity`, which strict parsers refuse.)
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -131,5 +132,6 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
             f"{np.max(state.total_notfinite)} of {np.max(state.step_count)} in all), "
             f"and the loss scale is {np.min(get_loss_scale(state)):g}. (Look for NaN "
             "and infinity in the batch, the parameters and the loss, which no scale "
-            "can prevent, and check the learning rate.)"
+            "can prevent, and check the learning rate. If you pass `accept`, it may "
+            "refuse every step.)"
         )

@@ -1,9 +1,10 @@
-"""Split an argument into what is differentiated and what is held fixed."""
+"""What of a tree is trained: differentiated in an argument, updated in parameters."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 from optax_lossscale._nnx import is_module, is_nnx, split_state
 from optax_lossscale._tree import dtype_of, is_floating_array
@@ -41,3 +42,29 @@ def split_trainable(
         return structure.unflatten([merge(part) for merge, part in pairs])
 
     return structure.unflatten(trained), merge
+
+
+def parameters_of(params: optax.Params) -> optax.Params:
+    """None for what is no parameter, as in a whole Equinox module.
+
+    Python numbers are parameters in containers of Python, as in JAX, and settings such
+    as the rate of dropout in any other node.
+    """
+    is_plain = isinstance(params, dict | list | tuple)
+    numbers = complex | float | int if is_plain else ()
+
+    def is_param(leaf: object) -> bool:
+        return dtype_of(leaf) is not None or isinstance(leaf, numbers)
+
+    if jax.tree_util.all_leaves([params]):
+        return params
+    return jax.tree.map(lambda leaf: leaf if is_param(leaf) else None, params)
+
+
+def without_held(grad: PyTree, param: PyTree) -> PyTree:
+    """None for what has no gradient and is no parameter, such as a function.
+
+    So a whole Equinox module can be passed as `params`.
+    """
+    is_one = jax.tree_util.all_leaves([param])
+    return None if grad is None and is_one and not is_floating_array(param) else param

@@ -30,11 +30,11 @@ from optax_lossscale._state import (
     as_array,
     with_arrays,
 )
+from optax_lossscale._trainable import parameters_of, without_held
 from optax_lossscale._tree import (
     check_structure,
     find_by_type,
     is_absent,
-    is_floating_array,
     is_narrow,
     resolve_mask,
     strengthen,
@@ -130,13 +130,14 @@ def loss_scaled(
         that the gradients do not show. The step is skipped and the scale backs off.
         (Without effect if the rule does not skip.)
       * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False means a batch that is
-        not wanted. The step is skipped and counted, under every rule, and the scale
-        stays as it is.
+        not wanted. The step is skipped and counted, under every rule. The scale stays
+        as it is, unless the gradients overflow too.
       * `grads_unscaled`, True or False: whether you have called `unscale` on the
         gradients already, for example to clip them outside. They are checked and
         masked, and not unscaled again. A clip by value hides an infinity, so check
         before you clip, and pass the result as `grads_finite`.
 
+      A Flax `TrainState` passes none of them on: call `train_state.tx.update` yourself.
       Further extra arguments go to the inner optimizer. Floating arrays among them are
       zero on a bad step, and so is a Python number that is NaN or infinite; any other
       number or object is passed on as it is. A gradient among them must be unscaled:
@@ -184,7 +185,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         if is_identity(rule):
             return LossScaledState(rule.init(), optimizer.init(params))
-        inner_state = optimizer.init(jax.tree.map(wide_param, params))
+        inner_state = optimizer.init(jax.tree.map(wide_param, parameters_of(params)))
         _check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
 
@@ -280,19 +281,10 @@ def _wide_params(
         check_structure(grads, params.fast, message)
     else:
         check_structure(grads, params, message)
-        params = jax.tree.map(_without_held, grads, params, is_leaf=is_absent)
+        params = jax.tree.map(without_held, grads, params, is_leaf=is_absent)
     if find_by_type(inner_state, MasterWeightsState):
         return params  # `master_weights` rounds its masters to these dtypes.
     return jax.tree.map(wide_param, params)
-
-
-def _without_held(grad: PyTree, param: PyTree) -> PyTree:
-    """None for what has no gradient and is no parameter, such as a function.
-
-    So a whole Equinox module can be passed as `params`.
-    """
-    is_one = jax.tree_util.all_leaves([param])
-    return None if grad is None and is_one and not is_floating_array(param) else param
 
 
 def _round_for_float8(
@@ -351,7 +343,9 @@ def _check_rule(loss_scale: LossScale | None) -> LossScale:
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
     if not isinstance(rule, LossScale):
         name = getattr(rule, "__name__", "")
-        call = f"{name}()" if name.isidentifier() else "loss_scale()"
+        is_preset = "presets." in getattr(rule, "__module__", "")
+        name = f"presets.{name}" if is_preset else name
+        call = f"{name}()" if name.replace(".", "").isidentifier() else "loss_scale()"
         meant = call if callable(rule) else "static_loss_scale(...)"
         raise TypeError(
             f"`loss_scale` must be a LossScale, got {rule!r} of type "

@@ -325,8 +325,10 @@ def finalize_params(
 
     average = ema_params(opt_state, path=path)
     message = "`params` must have the tree structure of their average"
-    check_structure(average, params, message)
-    return jax.tree.map(finalize_leaf, average, params, is_leaf=is_absent)
+    plain = unwrap(params)  # `nnx.state` wraps each array.
+    check_structure(average, plain, message)
+    final = jax.tree.map(finalize_leaf, average, plain, is_leaf=is_absent)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(final))
 
 
 def _averages_in(tree: PyTree, path: str | None) -> dict[str, PyTree]:

@@ -10,6 +10,7 @@ from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
 from optax_lossscale._rules import (
     DynamicRuleState,
     LossScale,
+    as_verdict,
     count_step,
     dynamic_loss_scale,
     first_state,
@@ -183,7 +184,7 @@ def fairseq_rule(
         grads_max: jax.typing.ArrayLike | None = None,
     ) -> LossScaleState:
         del grads_max
-        finite = jnp.asarray(grads_finite, bool)
+        finite = as_verdict(grads_finite, state)
         growth_count, rescale_count, overflow_count = state.rule_state
         c = optax.safe_increment(growth_count)
         r = optax.safe_increment(rescale_count)

@@ -167,7 +167,7 @@ class EqxNet(eqx.Module):
 class InEquinox(Trained):
     def __init__(self, jit):
         model, statistics = eqx.nn.make_with_state(EqxNet)(jax.random.key(0))
-        opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+        opt_state = TX.init(model)
         self.carry = model, opt_state, statistics
 
         @ols.autocast

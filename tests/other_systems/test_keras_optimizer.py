@@ -656,3 +656,17 @@ def test_a_schedule_without_an_argument_is_refused():
         TypeError, match=r"`learning_rate` must be .* function of the s"
     ):
         ols.loss_scale_optimizer(optax.sgd(0.1), learning_rate=lambda: 0.1)
+
+
+def test_finalized_parameters_of_an_nnx_model_go_back_by_nnx_update():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True, ema_momentum=0.5)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for _ in range(2):
+        grads = ols.scaled_grad(lambda m: jnp.sum(m.bias[...]), optimizer)(model)
+        optimizer.update(model, grads)
+    params = nnx.state(model, nnx.Param)
+    final = ols.finalize_params(params, optimizer)
+    assert jax.tree.structure(final) == jax.tree.structure(params)
+    nnx.update(model, final)
+    np.testing.assert_allclose(model.bias[...], [-0.15], rtol=1e-6)

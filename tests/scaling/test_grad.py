@@ -105,6 +105,14 @@ def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
         ols.scaled_value_and_grad(fun, STATE, has_aux=has_aux)(X)
 
 
+def test_a_loss_in_place_of_its_function_is_refused():
+    state = ols.static_loss_scale(8.0).init()
+    with pytest.raises(
+        TypeError, match=r"`fun` must be a function.*\(loss_fn, state\)"
+    ):
+        ols.scaled_value_and_grad(jnp.float32(3.0), state)
+
+
 def test_a_tree_without_a_state_is_refused_before_the_first_call():
     with pytest.raises(ValueError, match="must hold a LossScaleState"):
         ols.scaled_grad(loss_fn, {"no": "state"})

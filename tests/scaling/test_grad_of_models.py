@@ -387,3 +387,38 @@ def test_negative_argnums_name_arguments_from_the_end():
     )
     np.testing.assert_array_equal(grads["w"], [float(X.sum()) * SCALE] * 2)
     assert grads["name"] is None
+
+
+def test_init_takes_an_equinox_module_whole():
+    model = EqxNet()
+    tx = ols.loss_scaled(optax.adamw(0.1), ols.static_loss_scale(SCALE))
+    whole = tx.init(model)
+    filtered = tx.init(eqx.filter(model, eqx.is_inexact_array_like))
+    mu = whole.inner_state[0].mu
+    assert (mu.temperature, mu.dropout.p, mu.layer.activation) == (None, None, None)
+    assert_same_bits(mu.layer.layers, filtered.inner_state[0].mu.layer.layers)
+
+
+def test_python_numbers_in_a_dict_are_parameters_as_in_jax():
+    params = {"w": jnp.ones(2), "b": 0.5}
+    tx = ols.loss_scaled(optax.adam(0.1), ols.static_loss_scale(SCALE))
+    opt_state = tx.init(params)
+    grads = jax.grad(lambda p: SCALE * jnp.sum(p["w"] * p["b"]))(params)
+    updates, _ = tx.update(grads, opt_state, params)
+    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-4)
+
+
+def test_two_models_under_one_optimizer_have_one_scale():
+    models = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    tx = ols.loss_scaled(optax.sgd(1.0), ols.dynamic_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(models, tx, wrt=nnx.Param)
+
+    def loss_of_two(one, other, factor):
+        return factor * jnp.sum(one.bias[...]) + jnp.sum(other.bias[...])
+
+    grad_fn = ols.scaled_grad(loss_of_two, optimizer, argnums=(0, 1))
+    optimizer.update(models, grad_fn(*models, jnp.inf))
+    np.testing.assert_array_equal(models[1].bias[...], [0.0, 0.0])
+    optimizer.update(models, grad_fn(*models, 2.0))
+    np.testing.assert_array_equal(models[0].bias[...], [-2.0, -2.0])
+    np.testing.assert_array_equal(models[1].bias[...], [-1.0, -1.0])

@@ -148,6 +148,38 @@ def test_the_verdict_can_be_a_number(make):
         assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
 
 
+ALL_RULES = [
+    ols.dynamic_loss_scale(),
+    ols.smooth_loss_scale(),
+    ols.headroom_loss_scale(),
+    ols.static_loss_scale(8.0),
+    *(getattr(ols.presets, name)() for name in PRESETS),
+]
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: repr(rule).split("(")[0])
+def test_gradients_in_place_of_a_verdict_are_refused(rule):
+    # They would count as finite, whatever they are.
+    for grads in ({"w": jnp.asarray(jnp.nan)}, jnp.asarray([jnp.nan, 1.0]), None):
+        with pytest.raises(
+            TypeError, match=r"`grads_finite` must be one bool.*all_fin"
+        ):
+            rule.adjust(rule.init(), grads, 1.0)
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: repr(rule).split("(")[0])
+def test_a_verdict_that_is_nan_is_false(rule):
+    expected = rule.adjust(rule.init(), False, jnp.inf)
+    assert_same_bits(rule.adjust(rule.init(), jnp.nan, jnp.inf), expected)
+
+
+def test_an_optimizer_state_in_place_of_its_loss_scale_state_is_refused():
+    rule = ols.dynamic_loss_scale()
+    opt_state = ols.LossScaledState(rule.init(), ())
+    with pytest.raises(TypeError, match=r"mean `find_loss_scale_state\(opt_state\)`"):
+        rule.adjust(opt_state, True)
+
+
 def test_a_static_scale_has_no_rule_state():
     assert ols.static_loss_scale(8.0).init().rule_state == ()
 

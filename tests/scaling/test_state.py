@@ -106,6 +106,12 @@ def test_find_without_a_state_says_what_to_wrap():
         ols.find_loss_scale_state({"a": jnp.ones(2)})
 
 
+@pytest.mark.parametrize("tree", [TX, ols.dynamic_loss_scale()], ids=["tx", "rule"])
+def test_find_in_an_optimizer_or_a_rule_says_to_pass_its_state(tree):
+    with pytest.raises(ValueError, match=r"Pass the state that its `init` returns"):
+        ols.get_loss_scale(tree)
+
+
 def test_find_in_a_split_nnx_optimizer_says_that_nnx_flattens_it():
     optimizer = nnx.Optimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
     with pytest.raises(ValueError, match=r"`nnx.split`, `nnx.state`.*flatten"):

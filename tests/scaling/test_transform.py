@@ -531,7 +531,7 @@ def test_a_wrong_state_is_refused_with_a_hint_that_fits_it(wrap, hint):
     ("rule", "hint"),
     [
         (ols.dynamic_loss_scale, r"Did you mean `dynamic_loss_scale\(\)`"),
-        (ols.presets.torch, r"Did you mean `torch\(\)`"),
+        (ols.presets.torch, r"Did you mean `presets.torch\(\)`"),
         (
             functools.partial(ols.static_loss_scale, 8.0),
             r"Did you mean `loss_scale\(\)`",
@@ -545,6 +545,11 @@ def test_a_rule_that_was_not_called_is_refused_with_the_call(rule, hint):
         ols.loss_scaled(adam(), rule)
     with pytest.raises(TypeError, match=hint):
         ols.adopt_inner_state(adam().init(PARAMS), rule)
+
+
+def test_a_rule_in_the_place_of_the_optimizer_is_refused_with_the_order():
+    with pytest.raises(TypeError, match=r"`loss_scaled\(optimizer, rule\)`"):
+        ols.loss_scaled(ols.dynamic_loss_scale(), adam())
 
 
 def test_adopting_a_state_with_a_number_as_the_rule_is_refused():
