@@ -47,14 +47,15 @@ def split_trainable(
 def parameters_of(params: optax.Params) -> optax.Params:
     """None for what is no parameter, as in a whole Equinox module.
 
-    Python numbers are parameters in containers of Python, as in JAX, and settings such
-    as the rate of dropout in any other node.
+    In a module that is what is not differentiated, such as the rate of dropout. In
+    containers of Python, numbers and arrays of any dtype are parameters, as in JAX.
     """
     is_plain = isinstance(params, dict | list | tuple)
-    numbers = complex | float | int if is_plain else ()
+    numbers: Any = complex | float | int
 
     def is_param(leaf: object) -> bool:
-        return dtype_of(leaf) is not None or isinstance(leaf, numbers)
+        is_number = isinstance(leaf, numbers) or dtype_of(leaf) is not None
+        return is_number if is_plain else is_floating_array(leaf)
 
     if jax.tree_util.all_leaves([params]):
         return params
