@@ -93,9 +93,10 @@ def scaled_value_and_grad(
             return result  # Not a pair: JAX raises the error.
         return scale(result[0], state), tuple(result)
 
+    value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
+
     @functools.wraps(fun)
     def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
-        value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
         (_, value), grads = value_and_grad(*args, **kwargs)
         return value, grads
 
@@ -160,11 +161,13 @@ def _value_and_grad(
     jax_kwargs: dict[str, Any],
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of a function with auxiliary data, for any kind of model."""
+    if isinstance(argnums, Iterable):
+        argnums = tuple(argnums)
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    allow_int = jax_kwargs.get("allow_int", False)
 
     @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
-        allow_int = jax_kwargs.get("allow_int", False)
         trainable, merges = list(args), {}
         for index in range(len(args)):
             if index in numbers or index - len(args) in numbers:
@@ -177,10 +180,16 @@ def _value_and_grad(
             merged = (merges.get(i, lambda arg: arg)(arg) for i, arg in enumerate(args))
             return fun(*merged, **kwargs)
 
+        if not kwargs:  # NNX need not find their positions, nor those of defaults.
+            del merged_fun.__wrapped__
         if modules_of((args, kwargs)):
-            transform = value_and_grad_of_modules(argnums, wrt)
+            transformed = value_and_grad_of_modules(
+                merged_fun, argnums, wrt, args, has_aux=True, **jax_kwargs
+            )
         else:
-            transform = functools.partial(jax.value_and_grad, argnums=argnums)
-        return transform(merged_fun, has_aux=True, **jax_kwargs)(*trainable, **kwargs)
+            transformed = jax.value_and_grad(
+                merged_fun, argnums, has_aux=True, **jax_kwargs
+            )
+        return transformed(*trainable, **kwargs)
 
     return value_and_grad

@@ -24,6 +24,7 @@ from optax_lossscale._tree import (
     is_floating_array,
     is_wrapped,
     map_floating,
+    unwrapped,
 )
 from optax_lossscale._types import PyTree
 
@@ -136,11 +137,15 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     def select(new: PyTree, old: PyTree) -> PyTree:
         if dtype_of(new) is None and not isinstance(new, complex | float | int):
             return new
-        if jnp.shape(new) != jnp.shape(old):
+        new, old = unwrapped(new), unwrapped(old)
+        if old is None or jnp.shape(new) != jnp.shape(old):
+            got = "None" if old is None else jnp.shape(old)
             raise ValueError(
-                "`new` and `old` must have the same shapes, got "
-                f"{jnp.shape(new)} and {jnp.shape(old)}."
+                "`new` and `old` must have the same structure and shapes, got "
+                f"{jnp.shape(new)} and {got}."
             )
+        if (dtype := dtype_of(new)) is not None and dtype != dtype_of(old):
+            old = jnp.asarray(old).astype(dtype)
         # A state may have an entry for each device or ensemble member.
         axes = range(is_applied.ndim, max(jnp.ndim(new), is_applied.ndim))
         return _keep(lax.expand_dims(is_applied, axes), new, old)

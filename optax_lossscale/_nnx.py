@@ -1,9 +1,8 @@
 """Objects of `flax.nnx`, which a function may change in place."""
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,13 +56,14 @@ def modules_of(tree: PyTree) -> list[Any]:
     return list(filter(is_module, leaves_of(tree)))
 
 
+def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """The tree with `function(leaf)` in place of each of `leaves_of(tree)`."""
+    return jax.tree.map(function, tree, is_leaf=is_nnx)
+
+
 def map_modules(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """The tree with `function(module)` in place of each of `modules_of(tree)`."""
-
-    def of_leaf(leaf: Any) -> Any:
-        return function(leaf) if is_module(leaf) else leaf
-
-    return jax.tree.map(of_leaf, tree, is_leaf=is_nnx)
+    return map_leaves(lambda leaf: function(leaf) if is_module(leaf) else leaf, tree)
 
 
 @contextlib.contextmanager
@@ -91,38 +91,67 @@ def wrt_of(state: PyTree) -> Any:
     nnx = flax_nnx()
     if nnx is None:
         return None
-    return state.wrt if isinstance(state, nnx.Optimizer) else nnx.Param
+    wrt = state.wrt if isinstance(state, nnx.Optimizer) else nnx.Param
+    return tuple(wrt) if isinstance(wrt, list) else wrt
 
 
 def value_and_grad_of_modules(
-    argnums: int | Sequence[int], wrt: Any
-) -> Callable[..., Callable[..., Any]]:
-    """`nnx.value_and_grad` with respect to some of the variables of each module."""
+    fun: Callable[..., Any], argnums: Any, wrt: Any, args: PyTree, **nnx_kwargs: Any
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` with respect to the variables that `wrt` selects.
+
+    It may select more, from which `nnx.Optimizer.update` picks.
+    """
     nnx = flax_nnx()
 
     def select(argnum: Any) -> Any:
-        is_default = isinstance(argnum, nnx.DiffState) or wrt is nnx.Param
-        return argnum if is_default else nnx.DiffState(argnum, wrt)
+        if isinstance(argnum, nnx.DiffState):
+            return argnum
+        argnum = argnum + len(args) if argnum < 0 else argnum
+        if wrt is nnx.Param:  # As by default.
+            return argnum
+        is_given = argnum < len(args)
+        is_alike = not is_given or _selects_alike(args[argnum], wrt)
+        return nnx.DiffState(argnum, wrt if is_alike else nnx.Param)
 
-    if isinstance(argnums, Iterable):
-        selected = tuple(map(select, argnums))
-    else:
-        selected = select(argnums)
-    return functools.partial(nnx.value_and_grad, argnums=selected)
+    is_one = not isinstance(argnums, tuple)
+    selected = select(argnums) if is_one else tuple(map(select, argnums))
+    transformed: Callable[..., Any]
+    try:
+        transformed = nnx.value_and_grad(fun, argnums=selected, **nnx_kwargs)
+    except ValueError:  # Without graphs NNX selects nothing.
+        transformed = nnx.value_and_grad(fun, argnums=argnums, **nnx_kwargs)
+    return transformed
 
 
-def split_state(state: PyTree, wrt: Any) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+def _selects_alike(arg: PyTree, wrt: Any) -> bool:
+    """Whether a filter selects the same of an argument and of each module in it.
+
+    A filter may look at paths, and NNX shows it those from each module on.
+    """
+    nnx = flax_nnx()
+    if is_module(arg):
+        return True
+    modules = [m for m in modules_of(arg) if not isinstance(m, nnx.Variable)]
+    selected = [nnx.state(module, wrt) for module in modules]
+    only_modules = map_leaves(lambda leaf: leaf if is_module(leaf) else None, arg)
+    whole = nnx.state(only_modules, wrt)
+    return len(jax.tree.leaves(selected)) == len(jax.tree.leaves(whole))
+
+
+def split_state(
+    state: PyTree, wrt: Any
+) -> tuple[PyTree | None, Callable[[PyTree | None], PyTree]]:
     """The variables of a state that `wrt` selects, and a function that adds the rest.
 
-    A state without such variables, such as one of plain arrays, is returned whole.
+    None if it selects nothing.
     """
     nnx = flax_nnx()
     trained, rest = nnx.split_state(state, wrt, ...)
-    if not jax.tree.leaves(trained):
-        return state, lambda state: state
 
     def merge(trained: PyTree) -> PyTree:
         # Flax lets a function change only variables that were made in its own trace.
-        return nnx.merge_state(trained, jax.tree.map(lambda leaf: leaf, rest))
+        fixed = jax.tree.map(lambda leaf: leaf, rest)
+        return fixed if trained is None else nnx.merge_state(trained, fixed)
 
-    return trained, merge
+    return trained if jax.tree.leaves(trained) else None, merge

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._tree import find_by_type, is_at, path_name, strengthen, unwrap
+from optax_lossscale._tree import find_one, strengthen, unwrap
 from optax_lossscale._types import PyTree
 
 
@@ -133,8 +133,15 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
 
 def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
     """The key path of the one state at `path`, and the state as the tree holds it."""
-    everywhere = find_by_type(tree, LossScaleState)
-    if not everywhere:
+    found = find_one(
+        tree,
+        LossScaleState,
+        path,
+        must="the tree must hold one LossScaleState",
+        pick="`find_loss_scale_state(tree, {})`. Other functions take the found state "
+        "in place of the tree; `set_loss_scale` has its own `path`.",
+    )
+    if found is None:
         hint = (
             "Pass the state that its `init` returns."
             if hasattr(tree, "init")  # An optimizer or a rule.
@@ -147,19 +154,7 @@ def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
             "the tree must hold a LossScaleState, got none in a "
             f"{type(tree).__name__}. ({hint})"
         )
-    found = [(keys, state) for keys, state in everywhere if is_at(keys, path)]
-    if len(found) == 1:
-        return found[0]
-    at = "" if path is None else f" at `path` {path!r}"
-    got = f"got {len(found)}, at" if found else "got none there, but some at"
-    places = [keys for keys, _ in found or everywhere]
-    listed = ", ".join(f"`{jax.tree_util.keystr(keys)}`" for keys in places)
-    example = path_name(places[0]).removesuffix("/loss_scale_state")
-    raise ValueError(
-        f"the tree must hold one LossScaleState{at}, {got} {listed}. (Pick one by its "
-        f"path: `find_loss_scale_state(tree, path={example!r})`. Other functions take "
-        "the found state in place of the tree; `set_loss_scale` has its own `path`.)"
-    )
+    return found
 
 
 def with_arrays(state: LossScaleState) -> LossScaleState:

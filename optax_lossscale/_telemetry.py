@@ -14,7 +14,7 @@ from optax_lossscale._state import (
     get_loss_scale,
     with_arrays,
 )
-from optax_lossscale._tree import floating_leaves
+from optax_lossscale._tree import is_floating
 from optax_lossscale._types import PyTree
 
 
@@ -52,7 +52,7 @@ def loss_scale_metrics(
       A dict of `loss_scale` `f32[]`, `last_finite` `bool[]`, `notfinite_count` and
       `total_notfinite` `i32[]` (steps), and `skip_rate` `f32[]` (from 0 to 1). With
       `grads` also `grad_norm`, the L2 norm of all unscaled gradients together, `f32[]`
-      or wider; it is NaN or infinite if they are.
+      or wider; it is NaN or infinite if they are, or if their squares overflow.
 
     Raises:
       ValueError: If `tree` holds no `LossScaleState`, or several (the message says how
@@ -83,7 +83,8 @@ def loss_scale_metrics(
         "skip_rate": state.total_notfinite.astype(jnp.float32) / steps,
     }
     if grads is not None:
-        floating = list(floating_leaves(unscale(grads, state)).values())
+        leaves = jax.tree.leaves(unscale(grads, state))
+        floating = [leaf for leaf in leaves if is_floating(leaf)]
         metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating))
     return metrics
 

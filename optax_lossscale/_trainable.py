@@ -18,13 +18,11 @@ def split_trainable(
 
     An `nnx.State` is reduced to the variables that `wrt` selects; an `nnx.Module` is
     left to NNX. In any other tree, None takes the place of each leaf that is not
-    trained. An argument without a floating array is returned whole: JAX differentiates
+    trained. An argument without anything to train is returned whole: JAX differentiates
     Python numbers, and says what is wrong with anything else.
     """
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_nnx)
-    if not any(is_nnx(leaf) or is_floating_array(leaf) for leaf in leaves):
-        return tree, lambda tree: tree
 
     def split(leaf: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         if is_module(leaf) or is_floating_array(leaf):
@@ -35,7 +33,10 @@ def split_trainable(
             return leaf, lambda trained: trained
         return None, lambda _: leaf
 
-    trained, merges = zip(*map(split, leaves), strict=True)
+    parts = list(map(split, leaves))
+    trained, merges = [part for part, _ in parts], [merge for _, merge in parts]
+    if all(part is None for part in trained):
+        return tree, lambda tree: tree
 
     def merge(tree: PyTree) -> PyTree:
         pairs = zip(merges, structure.flatten_up_to(tree), strict=True)

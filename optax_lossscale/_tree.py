@@ -13,7 +13,7 @@ Throughout the package, "floating" covers the first two of these kinds:
 * empty arrays: finite, with magnitude zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -167,7 +167,10 @@ def floating_leaves(tree: PyTree) -> dict[str, Any]:
         if is_floating(leaf):
             name = path_name(path)
             # A key may itself hold a slash, so that two paths read the same.
-            found[jax.tree_util.keystr(path) if name in found else name] = leaf
+            name = jax.tree_util.keystr(path) if name in found else name
+            while name in found:  # Nodes of your own may give all leaves one key.
+                name += "'"
+            found[name] = leaf
     return found
 
 
@@ -180,7 +183,46 @@ def is_at(keys: Any, path: str | None) -> bool:
     """Whether a key path is, or begins with, a path in words; True for None."""
     if not isinstance(path, str | None):
         raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
-    return path is None or f"{path_name(keys)}/".startswith(f"{path.rstrip('/')}/")
+    return path is None or path.rstrip("/") in _paths_to(keys)
+
+
+def find_one(
+    tree: PyTree, kind: type, path: str | None, must: str, pick: str
+) -> tuple[Any, Any] | None:
+    """Path and value of the one node of a type at `path`; None if there is none at all.
+
+    Of several, the error says `must` ("the tree must hold one ...") and lists their
+    paths; `pick` says where to pass the path of one, which takes the place of `{}`.
+    """
+    everywhere = find_by_type(tree, kind)
+    found = [(keys, node) for keys, node in everywhere if is_at(keys, path)]
+    if len(found) == 1 or not everywhere:
+        return found[0] if found else None
+    at = "" if path is None else f" at `path` {path!r}"
+    got = f"got {len(found)}, at" if found else "got none there, but some at"
+    places = [keys for keys, _ in found or everywhere]
+    listed = ", ".join(f"`{jax.tree_util.keystr(keys)}`" for keys in places)
+    others = [keys for keys, _ in everywhere if keys != places[0]]
+    hint = pick.format(f"path={_unique_path(places[0], others)!r}")
+    raise ValueError(f"{must}{at}, {got} {listed}. (Pick one by its path: {hint})")
+
+
+def _paths_to(keys: Any) -> Iterator[str]:
+    """Paths in words to a node and to the nodes around it, from the outermost on.
+
+    Names may hold slashes, so the paths in Python follow.
+    """
+    ways = [keys[:length] for length in range(len(keys) + 1)]
+    yield from map(path_name, ways)
+    yield from map(jax.tree_util.keystr, ways)
+
+
+def _unique_path(keys: Any, others: Sequence[Any]) -> str:
+    """The shortest path that picks a node and none of the others."""
+    unique = (
+        p for p in _paths_to(keys) if not any(is_at(other, p) for other in others)
+    )
+    return next(unique, jax.tree_util.keystr(keys))
 
 
 def find_by_type(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:

@@ -29,9 +29,9 @@ from optax_lossscale._transform import loss_scaled
 from optax_lossscale._tree import (
     check_structure,
     find_by_type,
+    find_one,
     is_absent,
     is_at,
-    path_name,
     unwrap,
 )
 from optax_lossscale._types import AxisName, Mask, PyTree
@@ -254,19 +254,19 @@ def ema_params(opt_state: PyTree, *, path: str | None = None) -> PyTree:
     References:
       keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
     """
-    averages = _averages_in(opt_state, path)
-    if len(averages) == 1:
-        return next(iter(averages.values()))
-    at = "" if path is None else f" at `path` {path!r}"
-    everywhere = list(averages or _averages_in(opt_state, None))
-    got, hint = "0", "`loss_scale_optimizer(..., use_ema=True)` keeps one."
-    if everywhere:
-        got = f"{len(averages)}, at" if averages else "0 there, but some at"
-        got = f"{got} {', '.join(f'`{name}`' for name in everywhere)}"
-        hint = f"Pick one by its path: `path={everywhere[0]!r}`."
-    raise ValueError(
-        f"`opt_state` must hold one average of the parameters{at}, got {got}. ({hint})"
+    found = find_one(
+        opt_state,
+        AverageAfterState,
+        path,
+        must="`opt_state` must hold one average of the parameters",
+        pick="pass `{}`.",
     )
+    if found is None:
+        raise ValueError(
+            "`opt_state` must hold one average of the parameters, got 0. "
+            "(`loss_scale_optimizer(..., use_ema=True)` keeps one.)"
+        )
+    return unwrap(found[1].average)
 
 
 def finalize_params(
@@ -309,7 +309,8 @@ def finalize_params(
     References:
       keras 3.15.1, `keras/src/optimizers/base_optimizer.py`.
     """
-    if not _averages_in(opt_state, path):
+    averages = find_by_type(opt_state, AverageAfterState)
+    if not any(is_at(keys, path) for keys, _ in averages):
         find_loss_scale_state(opt_state, path=path)  # Raises if there is not one.
         return params
 
@@ -321,7 +322,7 @@ def finalize_params(
                 "`params` must have the shapes of their average, got shape "
                 f"{jnp.shape(param)} for {jnp.shape(average)}."
             )
-        return average.astype(jnp.asarray(param).dtype)
+        return jnp.asarray(average).astype(jnp.asarray(param).dtype)
 
     average = ema_params(opt_state, path=path)
     message = "`params` must have the tree structure of their average"
@@ -329,16 +330,6 @@ def finalize_params(
     check_structure(average, plain, message)
     final = jax.tree.map(finalize_leaf, average, plain, is_leaf=is_absent)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(final))
-
-
-def _averages_in(tree: PyTree, path: str | None) -> dict[str, PyTree]:
-    """The averages by the paths of their optimizers, or of those at `path`."""
-    found = {}
-    for keys, node in find_by_type(tree, AverageAfterState):
-        if is_at(keys, path):
-            name = path_name(keys).removesuffix("/inner_opt_state")
-            found[name.removesuffix("/inner_state")] = unwrap(node.average)
-    return found
 
 
 def _check_not_swapped(initial_scale: object) -> None:

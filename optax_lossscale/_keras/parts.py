@@ -274,7 +274,7 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
     """The parameters, with None in place of each one that is not decayed."""
 
     def keep_part(is_decayed: PyTree, part: PyTree) -> PyTree:
-        if isinstance(is_decayed, jax.Array) and is_decayed.dtype == bool:
+        if isinstance(is_decayed, jax.Array | np.ndarray) and is_decayed.dtype == bool:
             is_decayed = bool(is_decayed)
         keeps = check_flag("weight_decay_mask", is_decayed)
         return part if keeps else jax.tree.map(lambda _: None, part)

@@ -52,6 +52,7 @@ MASKS = {
     "a tree": exclude_by_name(PARAMS),
     "a prefix": {"layer": {"kernel": True, "bias": False}, "norm": False},
     "NumPy's bools": jax.tree.map(np.bool_, exclude_by_name(PARAMS)),
+    "NumPy's arrays": jax.tree.map(np.asarray, exclude_by_name(PARAMS)),
     "JAX's bools": jax.tree.map(jnp.asarray, exclude_by_name(PARAMS)),
 }
 

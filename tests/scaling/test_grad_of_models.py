@@ -1,5 +1,7 @@
 """`scaled_value_and_grad` of NNX modules and states, and of Equinox modules."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -413,3 +415,116 @@ def test_two_models_under_one_optimizer_have_one_scale():
     optimizer.update(models, grad_fn(*models, 2.0))
     np.testing.assert_array_equal(models[0].bias[...], [-2.0, -2.0])
     np.testing.assert_array_equal(models[1].bias[...], [-1.0, -1.0])
+
+
+def test_a_variable_or_module_that_an_argument_holds_twice_stays_one():
+    weight = nnx.Param(jnp.ones(2))
+
+    def of_list(params):
+        return jnp.sum(params[0][...] * 3.0) + jnp.sum(params[1][...] ** 2)
+
+    grads = ols.scaled_grad(of_list, STATE)([weight, weight])
+    expected = nnx.grad(of_list)([weight, weight])
+    assert_same_bits(
+        jax.tree.leaves(grads), [leaf * SCALE for leaf in jax.tree.leaves(expected)]
+    )
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tied = {"layer": layer, "tied": layer.kernel}
+
+    def of_tied(tree):
+        return jnp.sum(tree["layer"](X)) + jnp.sum(tree["tied"][...] * 3.0)
+
+    grads = ols.scaled_grad(of_tied, STATE)(tied)
+    assert_scaled(grads["layer"], nnx.grad(of_tied)(tied)["layer"])
+
+
+class Count(nnx.Variable):
+    """A variable of a user's own."""
+
+
+@pytest.mark.parametrize("beside", ["a module", "a variable", "nothing", "keyword"])
+def test_what_a_call_changes_in_a_variable_reaches_it(beside):
+    count = Count(jnp.asarray(0.0))
+
+    def fun(tree, count=None, other=None):
+        count = tree["count"] if count is None else count
+        count[...] += 1.0
+        return jnp.sum(tree["w"][...])
+
+    weight = nnx.Param(jnp.ones(2)) if beside != "nothing" else jnp.ones(2)
+    tree = {"w": weight, "m": Net() if beside == "a module" else None}
+    if beside in ("nothing", "keyword"):
+        arguments = {"count": count} if beside == "keyword" else {}
+        positional = () if beside == "keyword" else (count,)
+        ols.scaled_grad(fun, STATE)(tree, *positional, **arguments)
+    else:
+        ols.scaled_grad(fun, STATE)({**tree, "count": count})
+    assert count[...] == 1.0
+
+
+@pytest.mark.parametrize("settings", [{"train": True}, {"y": Y, "train": False}])
+def test_a_partial_with_keywords_is_differentiated(settings):
+    def fun(model, x, y=Y, *, train):
+        return jnp.mean((model(x) - y) ** 2) * (2.0 if train else 1.0)
+
+    partial = functools.partial(fun, **settings)
+    grads = ols.scaled_grad(partial, STATE)(Net(), X)
+    assert_scaled(grads, nnx.grad(partial)(Net(), X))
+
+
+@pytest.mark.skipif(
+    not hasattr(nnx, "set_graph_mode"), reason="this Flax's optimizer does not select"
+)
+@pytest.mark.parametrize(
+    "wrt", [nnx.PathContains("head"), lambda path, _: path[0] == "head", nnx.Param]
+)
+def test_an_optimizer_of_several_modules_may_select_by_their_paths(wrt):
+    models = {name: nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for name in ("body", "head")}
+    tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(models, tx, wrt=wrt)
+
+    def fun(models):
+        return jnp.sum(models["head"](models["body"](X)))
+
+    before = jnp.copy(models["body"].bias[...])
+    grads = ols.scaled_grad(fun, optimizer)(models)
+    optimizer.update(models, grads)
+    np.testing.assert_array_equal(models["head"].bias[...], [-4.0, -4.0])
+    is_frozen = bool(jnp.all(models["body"].bias[...] == before))
+    assert is_frozen == (wrt is not nnx.Param)
+
+
+def test_the_variables_of_an_optimizer_may_be_given_as_a_list():
+    model = Net()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=[nnx.Param])
+    grads = ols.scaled_grad(loss_fn, optimizer)(model, X, Y)
+    assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))
+
+
+@pytest.mark.skipif(not hasattr(nnx, "set_graph_mode"), reason="Flax has no tree mode")
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("bias")])
+def test_modules_train_in_the_tree_mode_of_nnx(wrt):
+    with nnx.set_graph_mode(False):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(SCALE))
+        optimizer = nnx.Optimizer(model, tx, wrt=wrt)
+        grads = ols.scaled_grad(lambda m: jnp.sum(m(X)), optimizer)(model)
+        optimizer.update(model, grads)
+        np.testing.assert_array_equal(model.bias[...], [-4.0, -4.0])
+
+
+def test_a_state_without_parameters_beside_one_that_has_some_is_held_fixed():
+    graph, params, rest = nnx.split(Net(), nnx.Param, ...)
+
+    def fun(states):
+        return loss_fn(nnx.merge(graph, *states), X, Y)
+
+    grads = ols.scaled_grad(fun, STATE)((params, rest))
+    assert_scaled(grads[0], nnx.grad(loss_fn)(Net(), X, Y))
+    assert grads[1] is None
+
+
+def test_argnums_may_be_an_iterator():
+    grads = ols.scaled_grad(jnp.vdot, STATE, argnums=iter((0, 1)))(jnp.ones(2), X[1])
+    np.testing.assert_array_equal(grads[1], [SCALE, SCALE])

@@ -1,5 +1,6 @@
 """Finding, getting and setting a loss scale in any pytree."""
 
+import ast
 import operator
 import re
 
@@ -153,7 +154,7 @@ def test_a_path_is_compared_by_whole_names():
 
 def test_a_path_to_several_states_is_refused_with_their_paths():
     tree = {"a": two_states(), "b": TX.init(PARAMS)}
-    message = r"got 2, at `\['a'\]\['critic'\].*path='a/critic/0'"
+    message = r"got 2, at `\['a'\]\['critic'\].*path='a/critic'"
     with pytest.raises(ValueError, match=message):
         ols.find_loss_scale_state(tree, path="a")
 
@@ -237,3 +238,24 @@ def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
     opt_state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(PARAMS)
     with pytest.raises(ValueError, match=r"`value` must not be set on a state of `no_"):
         ols.set_loss_scale(opt_state, 8.0)
+
+
+def test_the_path_in_the_error_picks_one_even_if_names_hold_slashes():
+    state = ols.dynamic_loss_scale().init()
+    for tree in (
+        {"gan": state, "gan/critic": state},
+        {"a/b": state, "a": {"b": state}},
+        {"a": {"b": state}, "a/b": state, "a/b/c": [state, state]},
+    ):
+        with pytest.raises(ValueError, match="path=") as caught:
+            ols.find_loss_scale_state(tree)
+        (path,) = re.findall(r"path=(.*?)\)`", str(caught.value))
+        ols.find_loss_scale_state(tree, path=ast.literal_eval(path))
+
+
+def test_a_path_may_be_written_as_the_error_lists_it():
+    state = ols.dynamic_loss_scale().init()
+    other = ols.set_loss_scale(state, 8)
+    tree = {"a/b": state, "a": {"b": other}}
+    found = ols.find_loss_scale_state(tree, path="['a']['b']")
+    assert found.loss_scale == 8

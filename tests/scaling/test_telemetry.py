@@ -184,3 +184,18 @@ def test_metrics_become_json_by_the_documented_call():
 def test_raise_if_stalled_inside_jit_says_where_to_call_it():
     with pytest.raises(TypeError, match=r"got traced ones, as inside `jit`.*returns"):
         jax.jit(lambda state: ols.raise_if_stalled(state))(RULE.init())
+
+
+def test_the_gradient_norm_counts_every_leaf_of_a_node_that_gives_all_one_key():
+    class Twin:
+        def __init__(self, *leaves):
+            self.leaves = leaves
+
+    jax.tree_util.register_pytree_with_keys(
+        Twin,
+        lambda twin: ([(jax.tree_util.DictKey("x"), x) for x in twin.leaves], None),
+        lambda _, leaves: Twin(*leaves),
+    )
+    grads = Twin(*(jnp.full(1, 1024.0) for _ in range(4)))
+    assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
+    assert len(ols.diagnostics.nonfinite_report(grads)) == 4

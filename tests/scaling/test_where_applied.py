@@ -43,12 +43,14 @@ def test_random_keys_are_selected():
 
 
 def test_arrays_of_another_shape_are_refused_instead_of_broadcast():
-    with pytest.raises(ValueError, match=r"same shapes, got \(2,\) and \(\)"):
+    with pytest.raises(
+        ValueError, match=r"same structure and shapes, got \(2,\) and \(\)"
+    ):
         ols.where_applied(APPLIED, jnp.ones(2), jnp.ones(()))
 
 
 def test_trees_of_another_structure_are_refused():
-    with pytest.raises(ValueError, match="pytree"):
+    with pytest.raises(ValueError, match="pytree|Dict key"):
         ols.where_applied(APPLIED, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
 
 
@@ -96,3 +98,13 @@ def test_it_works_inside_a_scan_of_steps():
     grads = jnp.asarray([1.0, jnp.inf, 2.0])
     _, means = jax.lax.scan(step, (APPLIED, jnp.asarray(0.0)), grads)
     np.testing.assert_array_equal(means, [1.0, 1.0, 3.0])
+
+
+def test_an_old_value_of_another_dtype_is_cast_to_that_of_new():
+    kept = ols.where_applied(SKIPPED, jnp.ones(2, jnp.float16), jnp.zeros(2))
+    assert kept.dtype == jnp.float16
+
+
+def test_an_old_value_that_is_missing_is_refused():
+    with pytest.raises(ValueError, match=r"structure and shapes, got \(2,\) and None"):
+        ols.where_applied(SKIPPED, [jnp.ones(2)], [None])
