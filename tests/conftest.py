@@ -18,7 +18,7 @@ def pytest_configure(config):
         "repeatable",
         deadline=None,
         derandomize=True,
-        max_examples=10 if is_fast else 60,
+        max_examples=8 if is_fast else 60,
     )
     hypothesis.settings.load_profile("repeatable")
 

@@ -71,6 +71,7 @@ def halve_until_small(w, x):
     )
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("batched", [(None, 0), (0, None), (0, 0)])
 def test_a_while_loop_can_have_a_condition_for_each_of_a_batch(batched):
     w = W if batched[0] is None else jnp.stack([W, W / 2, W / 4])

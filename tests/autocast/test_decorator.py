@@ -246,6 +246,7 @@ def test_a_linen_module_makes_the_parameters_that_it_makes_without(kind):
         assert_same_state(variables, expected, rtol=1e-6)
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", [AroundCompact, InsideCompact, Closure, Called])
 def test_what_a_linen_module_changes_comes_out(kind, jit):

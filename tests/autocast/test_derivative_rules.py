@@ -30,7 +30,7 @@ def test_the_gradient_of_relu_at_zero_is_zero():
     np.testing.assert_array_equal(grads, 0)
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize(
     "function",
     [
@@ -110,6 +110,7 @@ def test_derivative_rules_can_close_over_arrays_and_use_symbolic_zeros():
     assert_close(grads, jax.grad(of_filtered)(W))
 
 
+@pytest.mark.slow
 def test_no_tracer_is_leaked():
     def fun(w, x):
         return jnp.mean(jax.nn.relu(own_layer(w, x)))
@@ -145,7 +146,7 @@ def route_jvp_rule(primals, tangents):
     return (y, *others), (dot, *map(float0_of, others))
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(8)
 @pytest.mark.parametrize("route", [route_vjp, route_jvp])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.checkpoint, jax.vmap])
 def test_functions_with_rules_and_results_without_derivatives_run_low(route, wrap):
@@ -241,6 +242,7 @@ def test_implicit_and_linear_rules_give_right_gradients():
     assert_close(jax.grad(ols.autocast(fun), 1)(W, X), jax.grad(fun, 1)(W, X))
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("size", [1e-4, 300.0])
 @pytest.mark.parametrize("divide", [jnp.divide, jnp.atan2])
 def test_the_derivative_of_a_quotient_neither_overflows_nor_vanishes(divide, size):
@@ -280,6 +282,7 @@ def test_gelu_of_large_numbers_has_finite_gradients():
     assert ("float16",) in dtypes_of(ols.autocast(fun), w, X, name="tanh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [jax.nn.relu, lambda y: own_layer(y, y.T), jnp.square])
 def test_rules_work_in_shard_map_outside_jit_as_they_do_without_autocast(fun):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -192,6 +192,7 @@ def test_an_outer_product_is_not_treated_as_a_product():
     chex.assert_trees_all_close(ols.autocast(fun)(*args), fun(*args), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_the_same_as_without_autocast():
     def fun(key):
         return jax.random.normal(key, (100, 100)), jax.random.gumbel(key, (100, 100))
@@ -210,7 +211,7 @@ def test_with_bfloat16_products_are_in_bfloat16():
     assert set(dtypes_of(jax.grad(cast), W, X)) == {("bfloat16", "bfloat16")}
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(8)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(

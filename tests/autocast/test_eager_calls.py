@@ -68,6 +68,7 @@ CALLS = {
 }
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_eager_call_compiles_nothing(name):
     assert count_compilations(CALLS[name]) > 0

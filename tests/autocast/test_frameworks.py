@@ -13,6 +13,7 @@ from helpers.programs import dtypes_of
 from helpers.under_autocast import HALF, W, X, assert_close, dot_loss
 
 
+@pytest.mark.slow
 def test_changes_that_a_call_makes_to_an_nnx_module_are_kept():
     class Net(nnx.Module):
         def __init__(self, rngs):

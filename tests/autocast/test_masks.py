@@ -54,7 +54,7 @@ MASKED = {
 }
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(8)
 @pytest.mark.parametrize("name", MASKED)
 def test_the_entropy_of_masked_logits_is_that_of_float32(name):
     mask = mask_of(-1e9)
@@ -81,7 +81,7 @@ def test_a_mask_of_infinities_stays_one():
     assert_close(cast(W, X, mask), jax.nn.softmax(masked(W, X, mask)))
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_gradient_past_a_mask_of_one_axis_is_right(dtype, level):
@@ -125,7 +125,7 @@ def test_a_product_that_stays_in_float32_is_not_rounded_with_its_bias():
     )
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("name", ["add", "maximum", "clip", "where", "jit", "quotient"])
 @pytest.mark.parametrize("small", [1e-6, 1e-8, 1e-12])
 def test_a_small_epsilon_keeps_a_logarithm_finite_at_every_level(name, small):

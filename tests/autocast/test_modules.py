@@ -60,7 +60,7 @@ AROUND = {
 }
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(8)
 @pytest.mark.parametrize("way", ["the module", "an argument"])
 @pytest.mark.parametrize("around", AROUND)
 def test_what_a_call_changes_reaches_the_module_through(way, around):
@@ -221,6 +221,7 @@ def test_a_module_that_is_made_inside_can_be_returned():
     np.testing.assert_array_equal(made(ROWS), ROWS)
 
 
+@pytest.mark.slow
 def test_modules_in_nnx_scan_and_vmap_change_layer_by_layer():
     def make():
         layers = nnx.vmap(lambda key: nnx.BatchNorm(4, rngs=nnx.Rngs(key)))
@@ -292,7 +293,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
     model = Net()

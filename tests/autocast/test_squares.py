@@ -54,7 +54,7 @@ SUMS_OF_SQUARES = {
 }
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", SUMS_OF_SQUARES)
 def test_a_square_written_as_a_product_neither_overflows_nor_underflows(name):
     fun = SUMS_OF_SQUARES[name]

@@ -10,6 +10,7 @@ from helpers.programs import equations_of
 from helpers.under_autocast import W, X, assert_close, dot_loss, relative_error
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_gradient_of_a_weight_in_a_loop_is_summed_in_float32(dtype):
     w = 0.2 * jax.random.normal(jax.random.key(0), (16, 16))
@@ -54,6 +55,7 @@ def test_the_gradient_of_a_gather_is_summed_in_float32(level):
         assert relative_error(fun, table, W, level=level, scale=2.0**12) < 1e-2
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_gradient_of_a_value_that_a_loop_reads_is_summed_in_float32(level, dtype):

@@ -106,13 +106,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_in_float16_in_functions_that_use_a_transformation(name):
     assert_autocast(PROGRAMS[name], W, X)
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(
     "transform",
     [
@@ -137,6 +137,7 @@ def test_results_under_every_transformation_are_right(transform):
     )
 
 
+@pytest.mark.slow
 def test_results_under_pmap_shard_map_and_sharded_jit_are_right():
     cast = ols.autocast(dot_loss)
     x = jnp.stack([X] * 4)
@@ -172,7 +173,7 @@ def test_gradients_on_an_explicit_mesh_are_right():
         assert_close(grads, jax.grad(dot_loss)(w, x))
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.slow
 @pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 does not export the primitive")
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.checkpoint])
 def test_taylor_series_are_right(wrap):

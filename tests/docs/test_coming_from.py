@@ -135,6 +135,7 @@ def names():
     return names
 
 
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize(
     ("title", "row"), ROWS, ids=[f"{title}: {row[0]}"[:60] for title, row in ROWS]
 )
@@ -188,6 +189,7 @@ def test_a_disabled_scaler_is_found_to_be_disabled(names):
     assert eval("rule != ols.no_loss_scale()", disabled) is False
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(
     "row", tables()["Keras 3 and R's keras3: other optimizers"], ids=lambda row: row[0]
 )

@@ -117,7 +117,7 @@ TOOLS = [
 ]
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits(
@@ -250,7 +250,7 @@ OLD_OPTIMIZERS = {
 }
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("name", OLD_OPTIMIZERS)
 def test_a_run_continues_from_a_state_that_version_0_1_0_pickled(name):
     saved = jax.tree.map(jnp.asarray, pickle.loads(OLD_PICKLE.read_bytes()))

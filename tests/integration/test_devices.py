@@ -268,7 +268,7 @@ def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axe
         assert set(result) == {"pred[]"}
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize(
     "axis_name",
     [
@@ -650,6 +650,7 @@ def test_the_headroom_rule_sees_a_nan_on_any_shard(axis_type):
             assert not ols.find_loss_scale_state(after).last_finite, shard
 
 
+@pytest.mark.slow
 def test_all_devices_of_pmap_have_the_same_headroom_scale():
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
     params = jnp.ones(2)

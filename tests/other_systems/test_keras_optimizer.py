@@ -127,7 +127,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("options", TOGETHER)
 def test_every_combination_of_options_works_as_in_keras(options):
     all_grads = random_grads(14, bad=(1, 4, 5, 9))

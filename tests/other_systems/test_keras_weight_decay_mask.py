@@ -119,6 +119,7 @@ def test_a_marked_parameter_without_gradient_does_not_decay():
         assert updates["layer"]["kernel"] == updates["norm"] == absent
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_mask_works_with_half_precision_accumulation_and_an_average(dtype):
     tx = make(
@@ -156,6 +157,7 @@ def test_a_mask_works_in_an_nnx_optimizer(make_mask):
     np.testing.assert_array_equal(model.bias[...], 1.0)
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("window", [None, 1])

@@ -235,6 +235,7 @@ def test_the_lenet_of_the_mindspore_page_trains_under_both_managers(manager):
     assert ols.loss_scale_metrics(opt_state)["total_notfinite"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", pytest.param("O3", marks=pytest.mark.slow)])
 def test_the_lenet_of_the_mindspore_page_trains_in_mixed_precision(level):
     # amp_level="O2" and "O3" with a dynamic manager, which finds its scale.

@@ -57,6 +57,7 @@ def test_the_types_in_a_state_never_change(name):
         assert types(jax.jit(rule.adjust)(state, finite)) == types(state)
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_no_preset_reaches_zero_or_infinity(name):
     # Keras reaches zero after some 165 nonfinite steps, and then NaN parameters; or

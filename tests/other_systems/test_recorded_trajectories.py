@@ -76,6 +76,7 @@ def test_every_recorded_file_is_replayed():
     assert {path.stem for path in DATA.glob("*.json")} == replayed
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize(("system", "trace"), TRACES)
 def test_the_scale_of_a_preset_follows_its_system(system, trace):
     config = dict(trace["config"])
@@ -157,7 +158,7 @@ class Run:
         assert ols.get_loss_scale(self.opt_state) == self.real_scale[i]
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("trajectory", trajectories("keras"))
 def test_loss_scale_optimizer_follows_keras(trajectory):
     options, kwargs = trajectory["options"], trajectory["inner_kwargs"]

@@ -219,6 +219,7 @@ def test_a_dtype_that_is_not_floating_is_refused(function):
         function(jnp.ones(1), dtype=jnp.int8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis_type",
     [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
@@ -246,6 +247,7 @@ def test_headroom_is_that_of_the_largest_leaf_if_all_have_one_exponent(values):
     assert bits == pytest.approx(math.log2(65504 / 1.75), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_headroom_of_float64_leaves_is_float32():
     with enable_x64(True):
         dtypes = (jnp.float16, jnp.float32, jnp.float64)

@@ -147,7 +147,7 @@ def concatenated(leaves):
     return list(_finite._concatenated([jnp.asarray(leaf) for leaf in leaves]))
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
 def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
@@ -163,6 +163,7 @@ def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
         assert bool(ols.all_finite(leaves)) == (expected < np.inf)
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     "shape", [(4096,), pytest.param((300, 400), marks=pytest.mark.slow)]

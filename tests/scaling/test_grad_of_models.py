@@ -67,6 +67,7 @@ def assert_scaled(grads, expected):
     )
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
 def test_a_module_is_differentiated_and_changed_as_by_nnx(jit):
     ours, theirs = Net(), Net()
@@ -320,6 +321,7 @@ def eqx_loss(model, x, key):
     return jnp.mean(jax.vmap(model, (0, None))(x, key) ** 2)
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
 def test_an_equinox_module_is_differentiated_as_by_equinox(jit):
     model, key = EqxNet(), jax.random.key(1)
@@ -335,6 +337,7 @@ def test_an_equinox_module_is_differentiated_as_by_equinox(jit):
     )
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("whole", [True, False])
 def test_init_and_update_take_an_equinox_module_whole_or_filtered(whole):
     model, key = EqxNet(), jax.random.key(1)

@@ -81,6 +81,7 @@ def test_the_types_in_a_state_never_change(settings, finite):
         )
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
 def test_the_types_in_a_state_of_smooth_and_headroom_never_change(rule):
     state = rule.init()
@@ -156,6 +157,7 @@ def test_a_skipped_step_changes_no_bit_of_parameters_or_inner_state(
     assert after.loss_scale_state.total_notfinite == 1
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("rule", [ols.smooth_loss_scale(), ols.headroom_loss_scale()])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_step_skipped_under_smooth_and_headroom_changes_only_the_state_of_the_rule(

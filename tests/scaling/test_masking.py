@@ -176,6 +176,7 @@ WAYS = {
 }
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_good_step_that_runs_masked_equals_the_plain_step(way):
     updates, state = WAYS[way](GOOD, GRADS, OLD)

@@ -200,6 +200,7 @@ def test_no_optimizer_is_missing():
     assert set(MATRIX) > REPRESENTATIVE
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
 def test_an_eager_good_step_gives_the_bits_of_the_bare_optimizer(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.static_loss_scale(SCALE))
@@ -218,6 +219,7 @@ def test_an_eager_bad_step_changes_no_bit_of_parameters_or_inner_state(name):
     assert ols.get_loss_scale(after) == SCALE / 2
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
 def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))

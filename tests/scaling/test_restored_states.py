@@ -34,6 +34,7 @@ def bfloat16(leaf):
     return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_run_goes_on_from_lists_and_numbers_as_json_restores_them(name, run):

@@ -15,6 +15,7 @@ from helpers.compare import assert_same_bits
 from helpers.history import states_after
 
 
+@pytest.mark.slow
 @given(
     strategies.bounds,
     strategies.powers_of_two,

@@ -127,6 +127,7 @@ def test_raise_if_stalled_reads_a_state_restored_as_numbers(kind):
         ols.raise_if_stalled(state, max_consecutive=2)
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("kind", RESTORED)
 def test_a_run_goes_on_with_the_same_types_from_a_state_of_numbers(kind, is_jitted):

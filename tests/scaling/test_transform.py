@@ -275,6 +275,7 @@ HALF_DTYPES = [
 ]
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(
     "make", [*DIVIDING, optax.adamw, optax.lion, optax.adafactor, optax.adadelta]

@@ -50,7 +50,7 @@ def test_arrays_of_another_shape_are_refused_instead_of_broadcast():
 
 
 def test_trees_of_another_structure_are_refused():
-    with pytest.raises(ValueError, match="pytree|Dict key"):
+    with pytest.raises(ValueError, match=r"pytree|Dict key"):
         ols.where_applied(APPLIED, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
 
 
