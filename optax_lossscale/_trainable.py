@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_lossscale._nnx import is_module, is_nnx, split_state
-from optax_lossscale._tree import dtype_of, is_floating_array
+from optax_lossscale._tree import dtype_of, is_absent, is_floating_array
 from optax_lossscale._types import PyTree
 
 
@@ -63,10 +63,17 @@ def parameters_of(params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda leaf: leaf if is_param(leaf) else None, params)
 
 
-def without_held(grad: PyTree, param: PyTree) -> PyTree:
+def without_held(params: optax.Params, grads: optax.Updates) -> optax.Params:
     """None for what has no gradient and is no parameter, such as a function.
 
     So a whole Equinox module can be passed as `params`.
     """
-    is_one = jax.tree_util.all_leaves([param])
-    return None if grad is None and is_one and not is_floating_array(param) else param
+    if all(map(is_floating_array, jax.tree.leaves(params))):
+        return params
+
+    def keep(grad: PyTree, param: PyTree) -> PyTree:
+        is_one = jax.tree_util.all_leaves([param])
+        is_held = grad is None and is_one and not is_floating_array(param)
+        return None if is_held else param
+
+    return jax.tree.map(keep, grads, params, is_leaf=is_absent)

@@ -184,7 +184,7 @@ def loss_scaled(
 
     def init(params: optax.Params) -> LossScaledState:
         if is_identity(rule):
-            return LossScaledState(rule.init(), optimizer.init(params))
+            return LossScaledState(rule.init(), optimizer.init(parameters_of(params)))
         inner_state = optimizer.init(jax.tree.map(wide_param, parameters_of(params)))
         _check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
@@ -253,6 +253,7 @@ def _update_alone(
 ) -> tuple[optax.Updates, LossScaledState]:
     """The optimizer's own update, as under `no_loss_scale()`, unless it is rejected."""
     loss_scale_state, inner_state = state
+    params = without_held(params, updates)
     if accepted is None:
         updates, new = optimizer.update(updates, inner_state, params, **extra_args)
         return updates, LossScaledState(loss_scale_state, new)
@@ -281,7 +282,7 @@ def _wide_params(
         check_structure(grads, params.fast, message)
     else:
         check_structure(grads, params, message)
-        params = jax.tree.map(without_held, grads, params, is_leaf=is_absent)
+        params = without_held(params, grads)
     if find_by_type(inner_state, MasterWeightsState):
         return params  # `master_weights` rounds its masters to these dtypes.
     return jax.tree.map(wide_param, params)

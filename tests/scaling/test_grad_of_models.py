@@ -338,10 +338,11 @@ def test_an_equinox_module_is_differentiated_as_by_equinox(jit):
 
 
 @pytest.mark.fast_every(2)
+@pytest.mark.parametrize("rule", [ols.static_loss_scale(SCALE), ols.no_loss_scale()])
 @pytest.mark.parametrize("whole", [True, False])
-def test_init_and_update_take_an_equinox_module_whole_or_filtered(whole):
+def test_init_and_update_take_an_equinox_module_whole_or_filtered(whole, rule):
     model, key = EqxNet(), jax.random.key(1)
-    tx = ols.loss_scaled(optax.adamw(0.1), ols.static_loss_scale(SCALE))
+    tx = ols.loss_scaled(optax.adamw(0.1), rule)
     params = eqx.filter(model, eqx.is_inexact_array)
     opt_state = tx.init(model if whole else params)
     assert_same_bits(opt_state, tx.init(params))
