@@ -130,7 +130,12 @@ def names():
     """The names that the notebook's first cell of code defines for its tables."""
     first = next(cell for cell in CELLS if cell.cell_type == "code")
     names = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    # The cell sets how arrays are printed, which the doctests of other files rely on.
+    with (
+        np.printoptions(),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         exec(first.source, names)
     return names
 
