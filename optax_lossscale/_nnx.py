@@ -36,11 +36,10 @@ def is_module(node: object) -> bool:
     return is_nnx(node) and not is_state(node)
 
 
-def leaves_of(tree: PyTree) -> list[Any]:
-    """The leaves of a tree, with modules and states as leaves."""
-    nnx = flax_nnx()
-    if nnx is None:
-        return jax.tree.leaves(tree)
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Leaves and structure of a tree, with modules and states as leaves."""
+    if flax_nnx() is None:
+        return jax.tree.flatten(tree)
     seen: dict[type, bool] = {}  # Flax's own `isinstance` is slow.
 
     def is_leaf(node: Any) -> bool:
@@ -48,12 +47,20 @@ def leaves_of(tree: PyTree) -> list[Any]:
             seen[type(node)] = is_nnx(node)
         return seen[type(node)]
 
-    return jax.tree.leaves(tree, is_leaf=is_leaf)
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
+
+
+def leaves_of(tree: PyTree) -> list[Any]:
+    """The leaves of a tree, with modules and states as leaves."""
+    return flatten(tree)[0]
 
 
 def modules_of(tree: PyTree) -> list[Any]:
     """All modules in a tree, apart from the variables of states."""
-    return list(filter(is_module, leaves_of(tree)))
+    leaves = leaves_of(tree)
+    one_of_each = {type(leaf): leaf for leaf in leaves}
+    kinds = {kind for kind, leaf in one_of_each.items() if is_module(leaf)}
+    return [leaf for leaf in leaves if type(leaf) in kinds]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

@@ -1,12 +1,13 @@
 """What of a tree is trained: differentiated in an argument, updated in parameters."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from optax_lossscale._nnx import is_module, is_nnx, split_state
+from optax_lossscale._nnx import flatten, is_module, is_state, split_state
 from optax_lossscale._tree import dtype_of, is_absent, is_floating_array
 from optax_lossscale._types import PyTree
 
@@ -21,13 +22,12 @@ def split_trainable(
     trained. An argument without anything to train is returned whole: JAX differentiates
     Python numbers, and says what is wrong with anything else.
     """
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_nnx)
+    leaves, structure = flatten(tree)
 
     def split(leaf: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-        if is_module(leaf) or is_floating_array(leaf):
+        if is_floating_array(leaf) or is_module(leaf):
             return leaf, lambda trained: trained
-        if is_nnx(leaf):
+        if is_state(leaf):
             return split_state(leaf, wrt)
         if allow_int and dtype_of(leaf) is not None:
             return leaf, lambda trained: trained
@@ -35,7 +35,8 @@ def split_trainable(
 
     parts = list(map(split, leaves))
     trained, merges = [part for part, _ in parts], [merge for _, merge in parts]
-    if all(part is None for part in trained):
+    is_whole = all(map(operator.is_, trained, leaves))
+    if is_whole or all(part is None for part in trained):
         return tree, lambda tree: tree
 
     def merge(tree: PyTree) -> PyTree:
