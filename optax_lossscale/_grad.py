@@ -37,8 +37,8 @@ def scaled_value_and_grad(
 
     * Of an `nnx.Module`, the variables that an `nnx.Optimizer` passed as `state` was
       made for (`wrt`), and `nnx.Param` for any other `state`, such as its `opt_state`,
-      which does not know `wrt`. What the call changes in the module,
-      such as batch statistics and dropout counts, reaches the module.
+      which does not know `wrt`. What the call changes in the module, such as batch
+      statistics and dropout counts, reaches the module.
     * Of an `nnx.State`, the same variables, or all if it has none of them.
     * Of any other tree, such as an Equinox module, the floating and complex arrays. All
       other leaves are held fixed, and get None as gradients. (If there are no such

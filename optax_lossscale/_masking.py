@@ -22,6 +22,7 @@ from optax_lossscale._tree import (
     dtype_of,
     is_floating,
     is_floating_array,
+    is_numeric,
     is_wrapped,
     map_floating,
     unwrapped,
@@ -135,7 +136,7 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         )
 
     def select(new: PyTree, old: PyTree) -> PyTree:
-        if dtype_of(new) is None and not isinstance(new, complex | float | int):
+        if not is_numeric(new):
             return new
         new, old = unwrapped(new), unwrapped(old)
         if old is None or jnp.shape(new) != jnp.shape(old):

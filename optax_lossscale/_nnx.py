@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -55,11 +55,15 @@ def leaves_of(tree: PyTree) -> list[Any]:
     return flatten(tree)[0]
 
 
+def one_of_each(leaves: Iterable[Any]) -> list[Any]:
+    """One leaf of each class, where to test each leaf would take long."""
+    return list({type(leaf): leaf for leaf in leaves}.values())
+
+
 def modules_of(tree: PyTree) -> list[Any]:
     """All modules in a tree, apart from the variables of states."""
     leaves = leaves_of(tree)
-    one_of_each = {type(leaf): leaf for leaf in leaves}
-    kinds = {kind for kind, leaf in one_of_each.items() if is_module(leaf)}
+    kinds = {type(leaf) for leaf in one_of_each(leaves) if is_module(leaf)}
     return [leaf for leaf in leaves if type(leaf) in kinds]
 
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from optax_lossscale._nnx import flatten, is_module, is_state, split_state
-from optax_lossscale._tree import dtype_of, is_absent, is_floating_array
+from optax_lossscale._tree import dtype_of, is_absent, is_floating_array, is_numeric
 from optax_lossscale._types import PyTree
 
 
@@ -53,12 +53,7 @@ def parameters_of(params: optax.Params) -> optax.Params:
     containers of Python, numbers and arrays of any dtype are parameters, as in JAX.
     """
     is_plain = isinstance(params, dict | list | tuple)
-    numbers: Any = complex | float | int
-
-    def is_param(leaf: object) -> bool:
-        is_number = isinstance(leaf, numbers) or dtype_of(leaf) is not None
-        return is_number if is_plain else is_floating_array(leaf)
-
+    is_param = is_numeric if is_plain else is_floating_array
     if jax.tree_util.all_leaves([params]):
         return params
     return jax.tree.map(lambda leaf: leaf if is_param(leaf) else None, params)

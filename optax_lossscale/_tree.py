@@ -40,6 +40,11 @@ def dtype_of(leaf: object) -> np.dtype | None:
     return getattr(array, "dtype", None) if is_array else None
 
 
+def is_numeric(leaf: object) -> bool:
+    """Whether a leaf is an array, which may be abstract or wrapped, or a number."""
+    return dtype_of(leaf) is not None or isinstance(leaf, complex | float | int)
+
+
 def is_floating_array(leaf: object) -> bool:
     """Whether a leaf is a floating or complex array."""
     dtype = dtype_of(leaf)
@@ -125,7 +130,7 @@ def copy_wide(param: PyTree) -> PyTree:
 
     The copy has a buffer of its own, so that parameters and state can both be donated.
     """
-    if dtype_of(param) is None and not isinstance(param, complex | float | int):
+    if not is_numeric(param):
         return param
     if isinstance(param, jax.ShapeDtypeStruct):
         return jnp.zeros_like(wide_param(param))

@@ -1,7 +1,7 @@
 """Find the arrays among arguments, and find out whether a call changed an argument."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,6 @@ def is_array(leaf: object) -> bool:
     if isinstance(leaf, np.ndarray):  # Not of strings, dates or objects, for example.
         return leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
-def one_of_each(leaves: Iterable[Any]) -> list[Any]:
-    """One leaf of each class, where to test each leaf would take long."""
-    return list({type(leaf): leaf for leaf in leaves}.values())
 
 
 class Rest(NamedTuple):

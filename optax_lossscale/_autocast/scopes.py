@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._autocast.arguments import one_of_each
+from optax_lossscale._nnx import one_of_each
 from optax_lossscale._types import PyTree
 
 _EMPTY = CellType()  # Of a variable that is not assigned yet.

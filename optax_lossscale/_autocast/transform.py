@@ -17,7 +17,6 @@ from jax.tree_util import Partial
 from optax_lossscale._autocast.arguments import (
     Rest,
     call_unchanged,
-    one_of_each,
     partition,
 )
 from optax_lossscale._autocast.eager import compile_once
@@ -39,7 +38,7 @@ from optax_lossscale._autocast.scopes import (
     scopes_of,
 )
 from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
-from optax_lossscale._nnx import is_module, leaves_of
+from optax_lossscale._nnx import is_module, leaves_of, one_of_each
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
 

@@ -11,7 +11,6 @@ import optax
 from optax_lossscale._checks import SMALLEST_SCALE, check_flag, check_number
 from optax_lossscale._tree import (
     copy_wide,
-    dtype_of,
     is_absent,
     is_floating,
     resolve_mask,
@@ -123,7 +122,7 @@ def average_after(
     """
 
     def init(params: optax.Params) -> AverageAfterState:
-        average = jax.tree.map(copy_wide, _arrays(params))
+        average = jax.tree.map(copy_wide, params)
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
 
     def update(
@@ -205,7 +204,7 @@ def accumulate_before(
         return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
 
     def init(params: optax.Params) -> optax.MultiStepsState:
-        return multi_steps(params).init(_arrays(params))
+        return multi_steps(params).init(params)
 
     def update(
         updates: optax.Updates,
@@ -223,7 +222,7 @@ def accumulate_before(
             is_leaf=is_absent,
         )
         updates, updated = multi_steps(grads).update(
-            grads, state._replace(acc_grads=means), _arrays(params), **extra_args
+            grads, state._replace(acc_grads=means), params, **extra_args
         )
         acc_grads = jax.tree.map(
             lambda grad, old, new: old if is_absent(grad) else new,
@@ -288,16 +287,6 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
             "that makes one from them, such as the one in the documentation that goes "
             f"by names, got: {error}"
         ) from error
-
-
-def _arrays(params: PyTree) -> PyTree:
-    """The parameters without leaves that are no arrays, such as Equinox's functions."""
-
-    def keep_array(leaf: PyTree) -> PyTree:
-        is_number = isinstance(leaf, complex | float | int)
-        return leaf if is_number or dtype_of(leaf) is not None else None
-
-    return jax.tree.map(keep_array, params)
 
 
 def _wide_params(option: str, params: optax.Params | None) -> optax.Params:

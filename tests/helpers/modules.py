@@ -13,10 +13,10 @@ ROWS = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32)
 class Net(nnx.Module):
     """Each call moves the mean and the variance, and counts the dropout masks."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed=0, width=4):
         rngs = nnx.Rngs(seed)
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):

@@ -11,12 +11,14 @@ import pytest
 from flax import nnx
 
 import optax_lossscale as ols
+from helpers import modules
 from helpers.compare import assert_same_bits
 
 X = jnp.arange(8.0).reshape(4, 2) / 4
 Y = jnp.ones((4, 2))
 SCALE = 2.0**10
 STATE = ols.static_loss_scale(SCALE).init()
+Net = functools.partial(modules.Net, width=2)
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +26,6 @@ def standard_promotion():
     """Flax's and Equinox's layers need it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-class Net(nnx.Module):
-    """A layer, batch normalization and dropout."""
-
-    def __init__(self, seed=0):
-        rngs = nnx.Rngs(seed)
-        self.layer = nnx.Linear(2, 2, rngs=rngs)
-        self.norm = nnx.BatchNorm(2, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.norm(self.layer(x)))
 
 
 def loss_fn(model, x, y):
@@ -178,10 +167,10 @@ def test_the_scale_of_each_call_is_that_of_the_optimizer_at_the_call():
     model = Net()
     tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(SCALE))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    run = ols.scaled_grad(lambda model: jnp.sum(model.layer.bias[...]), optimizer)
-    np.testing.assert_array_equal(run(model)["layer"]["bias"][...], [SCALE, SCALE])
+    run = ols.scaled_grad(lambda model: jnp.sum(model.linear.bias[...]), optimizer)
+    np.testing.assert_array_equal(run(model)["linear"]["bias"][...], [SCALE, SCALE])
     optimizer.update(model, jax.tree.map(lambda x: x * jnp.inf, run(model)))
-    np.testing.assert_array_equal(run(model)["layer"]["bias"][...], [SCALE / 2] * 2)
+    np.testing.assert_array_equal(run(model)["linear"]["bias"][...], [SCALE / 2] * 2)
 
 
 def test_a_training_step_runs_in_nnx_scan():
