@@ -20,8 +20,9 @@ Choose how the loss scale changes:
 
 Run a float32 model in half precision:
 
-* `autocast` casts each operation where that is safe, `full_precision` marks a part to
-  leave alone, and `autocast_report` prints what happens to each operation;
+* `autocast` casts each operation where that is safe; `full_precision` marks a part to
+  leave alone, and `low_precision` a fused kernel, whose inputs are cast before it is
+  traced; `autocast_report` prints what happens to each operation;
 * `cast_params` casts parameters, and `master_weights` trains them in half precision.
 
 Look at a state, change it, or write the step by hand:
@@ -35,8 +36,9 @@ Look at a state, change it, or write the step by hand:
 """
 
 from optax_lossscale import diagnostics, plotting, presets
+from optax_lossscale._autocast.markers import full_precision, low_precision
 from optax_lossscale._autocast.report import autocast_report
-from optax_lossscale._autocast.transform import autocast, full_precision
+from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._headroom import headroom_loss_scale
@@ -92,6 +94,7 @@ __all__ = [
     "loss_scale_metrics",
     "loss_scale_optimizer",
     "loss_scaled",
+    "low_precision",
     "master_weights",
     "max_magnitude",
     "no_loss_scale",

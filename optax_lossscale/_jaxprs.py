@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
+# With JAX 0.7 autocast traces under these metadata, which the equations then carry.
+METADATA = "optax_lossscale_autocast"
 _AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast") + os.sep
 
 
@@ -47,9 +50,11 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
     """Restores what an equation was traced under: its names, mesh and settings."""
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack
+    is_marked = METADATA in (equation.ctx.xla_metadata or ())
     with (
         source_info_util.user_context(source.traceback, name_stack=names),
         equation.ctx.manager,
+        set_xla_metadata(**{METADATA: None} if is_marked else {}),
     ):
         yield
 

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 
 from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
+from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
@@ -42,7 +43,8 @@ def custom_jvp(call: Call) -> list[Value]:
             return [*outputs, *(out_tangents[i] for i in floats)]
 
         atoms = [*variables, *(variables[i] for i in places)]
-        traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
+        with tracing_for(policy.dtype):
+            traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
         rounded = [*is_low, *(is_low[i] for i in floats)]
         values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
@@ -87,9 +89,10 @@ def custom_vjp(call: Call) -> list[Value]:
             _, pullback, outputs = jax.vjp(with_floats, *primals, has_aux=True)
             return outputs, pullback
 
-        traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(
-            *as_declared(variables, arrays)
-        )
+        with tracing_for(policy.dtype):
+            traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(
+                *as_declared(variables, arrays)
+            )
         structure = jax.tree.structure(pullback)
         residual_vars = traced.jaxpr.outvars[len(dtypes) :]
 
@@ -97,10 +100,11 @@ def custom_vjp(call: Call) -> list[Value]:
             def as_written(residuals: Sequence[Any], cotangents: list[Any]) -> Any:
                 return jax.tree.unflatten(structure, residuals)(cotangents)
 
-            traced = jax.make_jaxpr(as_written)(
-                as_declared(residual_vars, residuals),
-                as_declared([equation.outvars[i] for i in floats], cotangents),
-            )
+            with tracing_for(policy.dtype):
+                traced = jax.make_jaxpr(as_written)(
+                    as_declared(residual_vars, residuals),
+                    as_declared([equation.outvars[i] for i in floats], cotangents),
+                )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
             values = run(traced, inputs, policy, rule="backward")

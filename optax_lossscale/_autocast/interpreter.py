@@ -12,6 +12,7 @@ from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recompute
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.identity import identities_of, new_identity
+from optax_lossscale._autocast.markers import cast_at_marker
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -131,6 +132,8 @@ class _Frame:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
             call = Call(inner_run, read_by_products, equation, operands, policy, flags)
             outputs = self._round(equation, nesting.rebuild(call), flags)
+        elif (value := self._cast_at_marker(equation, operands, reason)) is not None:
+            outputs = [value]
         else:
             if reason is not None:
                 is_nested = nesting is not None
@@ -153,6 +156,18 @@ class _Frame:
             for value, identity in zip(outputs, known, strict=True)
         ]
         return list(map(_as_normalized, outputs)) if is_layer else outputs
+
+    def _cast_at_marker(
+        self, equation: Any, operands: Sequence[Value], reason: str | None
+    ) -> Value | None:
+        """The result of a cast that `low_precision` made, unless it is left alone."""
+        if reason is not None:
+            return None
+        value = cast_at_marker(equation, operands, self.policy.dtype)
+        if value is not None:
+            choice = Choice(self.policy.dtype, "low_precision")
+            note_operation(self.caller, equation, choice, [value.array])
+        return value
 
     def _compute(
         self, equation: Any, operands: Sequence[Value], choice: Choice

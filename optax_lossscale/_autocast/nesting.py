@@ -21,11 +21,8 @@ from optax_lossscale._autocast.control_flow import (
     while_loop,
 )
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
+from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.values import Value
-from optax_lossscale._jaxprs import scopes_of
-
-# The name scope of functions that are left alone, which no one else will use.
-FULL_PRECISION = "optax_lossscale.full_precision"
 
 
 class Nesting(NamedTuple):
@@ -67,8 +64,9 @@ def nesting_of(equation: Any) -> Nesting | None:
 
 def reason_left_alone(equation: Any) -> str | None:
     """Why an operation is left as it is written, or None if it is not."""
-    if FULL_PRECISION in scopes_of(equation):
-        return "full_precision"
+    reason = reason_of_marker(equation)
+    if reason is not None:
+        return reason
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"
     return None

@@ -21,8 +21,9 @@ from optax_lossscale._autocast.arguments import (
 )
 from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
+from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.modules import as_partial, call_with_states
-from optax_lossscale._autocast.nesting import FULL_PRECISION, NESTED_NAMES
+from optax_lossscale._autocast.nesting import NESTED_NAMES
 from optax_lossscale._autocast.notes import (
     Caller,
     Note,
@@ -176,38 +177,6 @@ def autocast(
     return decorate if fun is None else decorate(fun)
 
 
-def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Marks a function so that `autocast` leaves it alone, and it runs as written.
-
-    Args:
-      fun: Any function, such as a layer or a loss.
-
-    Returns:
-      The same function inside a `jax.named_scope` that autocast recognizes.
-
-    Raises:
-      TypeError: If `fun` is not a function.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
-      >>> dot = ols.autocast(lambda x: ols.full_precision(jnp.dot)(x, x))
-      >>> dot(jnp.float32([256.0, 256.0]))  # Infinite in float16.
-      Array(131072., dtype=float32)
-
-    References:
-      `to_float` of a MindSpore cell; `torch.autocast(enabled=False)` inside another.
-    """
-    if not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}.")
-
-    @functools.wraps(fun)
-    def full_fun(*args: Any, **kwargs: Any) -> PyTree:
-        with jax.named_scope(FULL_PRECISION):
-            return fun(*args, **kwargs)
-
-    return full_fun
-
-
 def _cast(fun: Any, *, policy: Policy) -> Any:
     """The function that evaluates `fun` with casts."""
     if isinstance(fun, staticmethod | classmethod):
@@ -315,7 +284,9 @@ def _call(
 
     @without_notes()
     def trace(*arrays: jax.Array) -> Partial:
-        results, other_results = partition(call_unchanged(fun, *rest.merge(arrays)))
+        with tracing_for(policy.dtype):
+            results = call_unchanged(fun, *rest.merge(arrays))
+        results, other_results = partition(results)
         # A `Partial` is a pytree of its arrays, with the function as static data.
         return Partial(other_results.merge, results)
 

@@ -34,6 +34,7 @@ loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=N
     gradient_accumulation_steps=None, axis_name=None)
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
     check_updates=False)
+low_precision(fun)
 master_weights(inner)
 max_magnitude(tree, *, axis_name=None)
 no_loss_scale()
