@@ -12,7 +12,11 @@ from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recompute
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.identity import identities_of, new_identity
-from optax_lossscale._autocast.markers import cast_at_marker
+from optax_lossscale._autocast.markers import (
+    cast_at_marker,
+    evaluate_without_algorithm,
+    is_refused_on_cpu,
+)
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -186,6 +190,8 @@ class _Frame:
                 equation.invars, operands, dtypes, strict=True
             )
         ]
+        if is_refused_on_cpu(equation):
+            return evaluate_without_algorithm(equation, arrays)
         return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
 
     def _cast_operand(

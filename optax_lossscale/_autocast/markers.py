@@ -19,7 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 
 from optax_lossscale._autocast.values import Origin, Value, narrow
-from optax_lossscale._jaxprs import METADATA, scopes_of
+from optax_lossscale._jaxprs import METADATA, evaluate, scopes_of
 from optax_lossscale._nnx import flatten, flax_nnx, is_state
 from optax_lossscale._types import PyTree
 
@@ -57,7 +57,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `to_float` of a MindSpore cell; `torch.autocast(enabled=False)` inside another.
     """
-    return _marked(fun, _call_full)
+    marked: Callable[..., PyTree] = _marked(fun, _call_full)
+    return marked
 
 
 def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -101,7 +102,8 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `torch.amp.custom_fwd(cast_inputs=torch.float16)`.
     """
-    return _marked(fun, _call_low)
+    marked: Callable[..., PyTree] = _marked(fun, _call_low)
+    return marked
 
 
 def _marked(fun: Any, call: Callable[..., PyTree]) -> Any:
@@ -169,9 +171,8 @@ def _is_variable(leaf: object) -> bool:
 
 def _cast_constant(constant: Any, dtype: Any) -> Any:
     """Casts an array of NumPy, which stays one; large finite numbers stay finite."""
-    limit = float(jnp.finfo(dtype).max)
-    is_finite = np.isfinite(constant)
-    inside = np.where(is_finite, np.clip(constant, -limit, limit), constant)
+    limit, wide = float(jnp.finfo(dtype).max), np.asarray(constant, np.float32)
+    inside = np.where(np.isfinite(wide), np.clip(wide, -limit, limit), wide)
     return inside.astype(dtype)[()]
 
 
@@ -199,6 +200,42 @@ def reason_of_marker(equation: Any) -> str | None:
     """The name of the function that marked an operation to be left as it is written."""
     scopes = scopes_of(equation)
     return next((_REASONS[scope] for scope in scopes if scope in _REASONS), None)
+
+
+def is_refused_on_cpu(equation: Any) -> bool:
+    """Whether `low_precision` marked a product whose algorithm a CPU does not have.
+
+    `jax.nn.dot_product_attention` names one for float16. Where it computes, it catches
+    the error of a CPU. Where it is traced, the error would come later.
+    """
+    algorithm = equation.params.get("precision")
+    return (
+        isinstance(algorithm, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+        and reason_of_marker(equation) == _REASONS[_LOW]
+        and jax.default_backend() == "cpu"
+        and not _runs(algorithm)
+    )
+
+
+@functools.cache
+def _runs(algorithm: lax.DotAlgorithm | lax.DotAlgorithmPreset) -> bool:
+    vector = jax.ShapeDtypeStruct((1,), jnp.float16)
+    try:
+        jax.jit(functools.partial(jnp.dot, precision=algorithm)).lower(vector, vector)
+    except ValueError:
+        return False
+    return True
+
+
+def evaluate_without_algorithm(equation: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Computes a product; on a CPU by the default algorithm, elsewhere as written."""
+    without = {**equation.params, "precision": None}
+    outputs: Sequence[Any] = lax.platform_dependent(
+        *arrays,
+        cpu=lambda *arrays: evaluate(equation, arrays, without),
+        default=lambda *arrays: evaluate(equation, arrays),
+    )
+    return outputs
 
 
 @contextlib.contextmanager

@@ -70,7 +70,11 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         return call_with
 
     with collect_notes() as notes, _trace_anew():
-        jax.eval_shape(call(fun), *arrays)
+        try:
+            jax.eval_shape(call(fun), *arrays)
+        except Exception:  # What `low_precision` marks may refuse float32.
+            if notes:
+                raise
         if not notes:
             jax.eval_shape(call(autocast(fun)), *arrays)
     _print_table([note for _, note in notes.values()])

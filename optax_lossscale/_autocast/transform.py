@@ -192,7 +192,8 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
         leaves = leaves_of(tree)
         scopes = scopes_of(fun, leaves)
         if are_initializing(scopes):
-            return fun(*args, **kwargs)
+            with tracing_for(policy.dtype):
+                return fun(*args, **kwargs)
         kinds = one_of_each(leaves)
         has_modules = any(map(is_module, kinds))
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in kinds)
