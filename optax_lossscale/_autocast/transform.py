@@ -124,6 +124,9 @@ def autocast(
     class, their function or a `jax.named_scope`. Mark any other part that should stay
     in float32 with `full_precision`.
 
+    **Fused kernels** are chosen when a function is traced, in float32. Mark one that
+    needs low inputs, such as cuDNN's attention, with `low_precision`.
+
     **Modules.** `fun` may be a module or a method of one, in its class or bound. What
     a call changes in a module of `flax.nnx` or in a bound module of `flax.linen`, such
     as batch statistics or dropout counts, reaches that module. For this an NNX module
