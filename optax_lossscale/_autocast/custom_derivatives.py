@@ -69,7 +69,10 @@ def custom_vjp(call: Call) -> list[Value]:
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
-    symbolic_zeros = equation.params["symbolic_zeros"]
+    # JAX refuses to differentiate by an array that the function closes over. It is an
+    # operand here, so ask JAX which operands it differentiates by.
+    closes_over = equation.params["num_consts"] > 0
+    symbolic_zeros = equation.params["symbolic_zeros"] or closes_over
     function = jax.custom_vjp(core.jaxpr_as_fun(program))
 
     def forward_rule(*primals: Any) -> tuple[list[Any], jax.tree_util.Partial]:

@@ -75,6 +75,22 @@ def test_a_derivative_rule_that_reads_its_result_reads_the_rounded_result():
     assert jnp.float16 in kept
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_gradient_of_a_function_with_a_rule_that_closes_over_a_constant(level):
+    @jax.custom_vjp
+    def fun(x):
+        return x @ W
+
+    fun.defvjp(lambda x: (x @ W, None), lambda _, cotangent: (cotangent @ W.T,))
+
+    def loss(x):
+        return jnp.mean(fun(jnp.tanh(x)) ** 2)
+
+    cast = ols.autocast(loss, level=level)
+    assert_close(jax.grad(cast)(X), jax.grad(loss)(X))
+    assert set(dtypes_of(jax.grad(cast), X)) == {HALF}
+
+
 def test_derivative_rules_can_close_over_arrays_and_use_symbolic_zeros():
     scale = jnp.arange(1.0, 5.0)
     asked = []

@@ -190,10 +190,18 @@ def test_masks_stay_finite(level):
 
 # JAX remembers what it has traced.
 
+
+def in_scan(fun):
+    def body(carry, _):  # JAX remembers a loop by its body.
+        return fun(carry), None
+
+    return lambda x: lax.scan(body, x, length=1)[0]
+
+
 REMEMBERED = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "scan": in_scan,
     "cond": lambda f: lambda x: lax.cond(True, f, f, x),
     "jit of jit": lambda f: jax.jit(jax.jit(f)),
     "nnx.jit": nnx.jit,
