@@ -206,9 +206,7 @@ if hasattr(core.primitives, "remat_p"):  # JAX 0.7 does not export it.
 def inline(call: Call) -> list[Value]:
     """A `closed_call` or `eval_jaxpr`, whose program is evaluated in place."""
     closed = call.params["call_jaxpr"]
-    return call.run(
-        closed, call.operands, call.policy, call.rounded, wide=call.wide
-    )
+    return call.run(closed, call.operands, call.policy, call.rounded, wide=call.wide)
 
 
 def scan(call: Call) -> list[Value]:

@@ -230,7 +230,7 @@ class _Frame:
             if flag and is_float32(variable) and not is_argument:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
-            if is_low:
+            if is_low and value.source is Source.ARGUMENTS:
                 value = value._replace(source=Source.PRODUCTS)
             if value.origin in OF_PRODUCTS and not is_low:
                 value = value._replace(origin=Origin.COMPUTED)

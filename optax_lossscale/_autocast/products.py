@@ -82,6 +82,8 @@ def _as_written(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
 
 
 low_product_p.def_impl(jax.jit(_as_written, static_argnames="jaxpr"))
+
+
 def _on_gpu(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
     """The same for GPUs, whose library has no convolution with another result dtype.
 
@@ -135,9 +137,7 @@ def _tangent(
 ad.primitive_jvps[low_product_p] = _tangent
 
 
-def _transpose(
-    cotangent: Any, *operands: Any, jaxpr: core.ClosedJaxpr
-) -> list[Any]:
+def _transpose(cotangent: Any, *operands: Any, jaxpr: core.ClosedJaxpr) -> list[Any]:
     """The gradient for the one factor of which the product is a linear function."""
     (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     results: list[Any] = [None] * len(operands)
