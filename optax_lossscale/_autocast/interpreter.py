@@ -205,7 +205,7 @@ class _Frame:
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
     ) -> Any:
-        """Casts a float32 operand to a dtype, if any, and returns others as they are."""
+        """Casts an operand that is in float32 to a dtype, if one is given."""
         if dtype is None or not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal):

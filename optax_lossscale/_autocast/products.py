@@ -5,12 +5,12 @@ operation of its own, then its result would have a gradient in the low dtype: a 
 the batch that overflows before its terms do, and that devices would add up in the low
 dtype. So rounding and product are one operation here, `low_product`:
 
-    low_product(x, y)     = product(low(x), low(y)),         in the dtype that is asked for
-    its gradient for x    = low_product(gradient, y),        in the dtype of x
-    its gradient for y    = low_product(x, gradient),        in the dtype of y
+    low_product(x, y)  = product(low(x), low(y))
+    gradient for x     = low_product(gradient, y), in the dtype of x
+    gradient for y     = low_product(x, gradient), in the dtype of y
 
-All its derivatives are of the same kind, so this holds for derivatives of any order. The
-hardware adds up products of low operands in float32 anyway.
+All its derivatives are of the same kind, so this holds for derivatives of any order. It
+costs nothing: hardware adds up the products of low numbers in float32 anyway.
 """
 
 import functools
@@ -62,7 +62,7 @@ def low_product(
 def _program(
     product: core.Primitive, low: Any, items: tuple[Any, ...], *avals: Any
 ) -> core.ClosedJaxpr:
-    """Casts and a product, as the program that a `low_product` holds and runs."""
+    """Two casts and a product, which a `low_product` stands for."""
 
     def apply(*operands: Any) -> Any:
         factors = [lax.convert_element_type(x, low) for x in operands[:2]]
@@ -76,62 +76,62 @@ def _product_of(program: core.ClosedJaxpr) -> Any:
     return program.jaxpr.eqns[-1]
 
 
-def _as_written(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
-    """The same result, computed as several operations."""
-    return core.jaxpr_as_fun(jaxpr)(*operands)[0]
+def _low_of(program: core.ClosedJaxpr) -> Any:
+    """The low dtype in the program of a `low_product`."""
+    return _product_of(program).invars[0].aval.dtype
 
 
-low_product_p.def_impl(jax.jit(_as_written, static_argnames="jaxpr"))
-
-
-def _on_gpu(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
-    """The same for GPUs, whose library has no convolution with another result dtype.
-
-    XLA would convolve float32 copies instead.
-    """
-    equation = _product_of(jaxpr)
-    low = equation.invars[0].aval.dtype
-    if equation.primitive.name != "conv_general_dilated":
-        return _as_written(*operands, jaxpr=jaxpr)
-    factors = [lax.convert_element_type(x, low) for x in operands]
-    params = {**equation.params, "preferred_element_type": low}
-    (result,) = bind(equation.primitive, factors, params)
+def _as_written(
+    *operands: Any, jaxpr: core.ClosedJaxpr, wide_convolutions: bool = True
+) -> Any:
+    """The same as several operations."""
+    equation, low = _product_of(jaxpr), _low_of(jaxpr)
+    factors = [lax.convert_element_type(x, low) for x in operands[:2]]
+    params, primitive = dict(equation.params), equation.primitive
+    if primitive.name == "conv_general_dilated" and not wide_convolutions:
+        params["preferred_element_type"] = low
+    (result,) = bind(primitive, [*factors, *operands[2:]], params)
     return lax.convert_element_type(result, jaxpr.out_avals[0].dtype)
 
 
+# GPUs have no convolution of low operands with a float32 result. XLA would convolve
+# float32 copies of them instead.
+_on_gpu = functools.partial(_as_written, wide_convolutions=False)
+
+
+low_product_p.def_impl(jax.jit(_as_written, static_argnames="jaxpr"))
 mlir.register_lowering(
     low_product_p, mlir.lower_fun(_as_written, multiple_results=False)
 )
-for platform in ("cuda", "rocm"):
+for _platform in ("cuda", "rocm"):
     mlir.register_lowering(
-        low_product_p, mlir.lower_fun(_on_gpu, multiple_results=False), platform
+        low_product_p, mlir.lower_fun(_on_gpu, multiple_results=False), _platform
     )
 
 
-@low_product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, jaxpr: core.ClosedJaxpr) -> Any:
-    equation = _product_of(jaxpr)
-    low = equation.invars[0].aval.dtype
-    return equation.primitive.abstract_eval(*_in(low, avals), **equation.params)
+    equation, avals = _product_of(jaxpr), _in(_low_of(jaxpr), avals)
+    return equation.primitive.abstract_eval(*avals, **equation.params)
 
 
-def _in(dtype: Any, avals: Sequence[Any]) -> list[Any]:
+low_product_p.def_effectful_abstract_eval(_abstract)
+
+
+def _in(dtype: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
     """The same avals, with the factors in another dtype."""
-    return [*(aval.update(dtype=dtype) for aval in avals[:2]), *avals[2:]]
+    return *(aval.update(dtype=dtype) for aval in avals[:2]), *avals[2:]
 
 
 def _tangent(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: core.ClosedJaxpr
 ) -> tuple[Any, Any]:
     """The rule of a product: the sum over the factors, each with its tangent."""
-    result = low_product_p.bind(*primals, jaxpr=jaxpr)
-    total: Any = None
-    for i, tangent in enumerate(tangents[:2]):
-        if not isinstance(tangent, ad.Zero):
-            operands = [*primals[:i], tangent, *primals[i + 1 :]]
-            term = low_product_p.bind(*operands, jaxpr=jaxpr)
-            total = term if total is None else lax.add(total, term)
-    return result, ad.Zero.from_primal_value(result) if total is None else total
+    terms = [
+        low_product_p.bind(*primals[:i], tangent, *primals[i + 1 :], jaxpr=jaxpr)
+        for i, tangent in enumerate(tangents[:2])
+        if not isinstance(tangent, ad.Zero)
+    ]
+    return low_product_p.bind(*primals, jaxpr=jaxpr), functools.reduce(lax.add, terms)
 
 
 ad.primitive_jvps[low_product_p] = _tangent
@@ -186,7 +186,6 @@ def _evaluate(
     dtype: Any,
 ) -> Any:
     """Evaluates moves and a product as low as that in `jaxpr`, with a result dtype."""
-    low = _product_of(jaxpr).invars[0].aval.dtype
     values = dict(zip(program.jaxpr.invars, operands, strict=True))
     for equation in program.jaxpr.eqns:
         inputs = [
@@ -195,7 +194,7 @@ def _evaluate(
         params, primitive = dict(equation.params), equation.primitive
         if primitive.name in LOW:
             params["preferred_element_type"] = dtype
-            outputs = [low_product(primitive, inputs, low, params)]
+            outputs = [low_product(primitive, inputs, _low_of(jaxpr), params)]
         else:
             outputs = list(bind(primitive, inputs, params))
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -237,11 +236,12 @@ def _jet(
 ) -> tuple[Any, Any]:
     """The Taylor series of a product."""
     function = functools.partial(_as_written, jaxpr=jaxpr)
-    return jet.jet(function, primals, series, factorial_scaled=False)
+    result, out_series = jet.jet(function, primals, series, factorial_scaled=False)
+    return result, out_series
 
 
-rules: dict[core.Primitive, Any] = jet.jet_rules
-rules[low_product_p] = _jet
+_rules: dict[core.Primitive, Any] = jet.jet_rules
+_rules[low_product_p] = _jet
 
 
 _RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "host")(

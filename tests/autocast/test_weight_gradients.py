@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -382,7 +382,7 @@ def test_a_policy_can_offload_products_to_the_host():
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_exported_gradients_are_products_of_float16_with_float32_results(platform):
     grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)))))
-    exported = jax.export.export(grad, platforms=[platform])(W, X)
+    exported = export.export(grad, platforms=[platform])(W, X)
     text = exported.mlir_module()
     assert "(tensor<64x5xf16>, tensor<64x8xf16>) -> tensor<5x8xf32>" in text
     if platform == "cpu":
@@ -395,7 +395,7 @@ def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, 
     fun, *shapes = OPERATIONS["convolution"]
     args = [integers(*shape) for shape in shapes]
     grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(fun(w, x))))))
-    text = jax.export.export(grad, platforms=[platform])(*args).mlir_module()
+    text = export.export(grad, platforms=[platform])(*args).mlir_module()
     lines = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     types = [re.findall(r"tensor<[\dx]*(f\d+)>", line) for line in lines]
     assert types == [["f16", "f16", "f16"], ["f16", "f16", dtype]]
@@ -418,8 +418,8 @@ def test_gradients_in_shard_map_are_exact():
         def grad(w, x):
             return jax.grad(lambda w: jnp.sum(wrap(lambda w, x: x @ w)(w, x)))(w)
 
-        specs = dict(in_specs=(P(), P("data")), out_specs=P())
-        return jax.shard_map(grad, mesh=mesh, **specs)(W, X)
+        specs = (P(), P("data"))
+        return jax.shard_map(grad, mesh=mesh, in_specs=specs, out_specs=P())(W, X)
 
     np.testing.assert_array_equal(mapped(ols.autocast), mapped(lambda fun: fun))
 
