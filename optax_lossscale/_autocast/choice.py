@@ -75,7 +75,7 @@ def _reason_for_declared(
     equation: Any, operands: Sequence[Value], floats: Sequence[Value], policy: Policy
 ) -> str | None:
     """Why an operation computes in the declared dtypes, or None if it need not."""
-    name, origins = equation.primitive.name, {x.origin for x in operands}
+    name, origins = equation.primitive.name, {x.origin for x in floats}
     if name in policy.low:
         return _reason_not_low(equation, policy)
     if not policy.widest:

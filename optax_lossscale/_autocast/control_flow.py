@@ -19,6 +19,7 @@ from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
     OF_MASKS,
     Origin,
+    Source,
     Value,
     as_declared,
     cast,
@@ -55,6 +56,7 @@ class Call(NamedTuple):
       operands: The values that it reads.
       policy: The policy for its programs.
       rounded: For each result, whether it is rounded to the low dtype.
+      wide: For each result, whether it is part of a parameter's gradient.
     """
 
     run: Callable[..., list[Value]]
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     operands: list[Value]
     policy: Policy
     rounded: list[bool]
+    wide: list[bool]
 
     @property
     def params(self) -> dict[str, Any]:
@@ -80,7 +83,9 @@ class Call(NamedTuple):
         results: list[Value] = []
 
         def apply(inputs: list[Value]) -> list[Any]:
-            outputs = self.run(closed, inputs, self.policy, self.rounded)
+            outputs = self.run(
+                closed, inputs, self.policy, self.rounded, wide=self.wide
+            )
             results.extend(_without_arrays(outputs))
             return [output.array for output in outputs]
 
@@ -95,8 +100,9 @@ class Call(NamedTuple):
         if is_collecting() or closed.consts:
             return self.trace(closed)
         numbers = renumber(identities(self.operands))
-        kinds = tuple((jax.typeof(x.array), x.origin) for x in self.operands)
-        key = (self.policy, tuple(self.rounded), kinds, numbers.pattern)
+        kinds = tuple((jax.typeof(x.array), x.origin, x.source) for x in self.operands)
+        flags = tuple(self.rounded), tuple(self.wide)
+        key = (self.policy, *flags, kinds, numbers.pattern)
         kept = _KEPT.setdefault(owner, {})
         if key not in kept:
             pairs = zip(self.operands, numbers.identities, strict=True)
@@ -144,9 +150,11 @@ def _without_arrays(values: Sequence[Value]) -> list[Value]:
     return [value._replace(array=None) for value in values]
 
 
-def as_computed(arrays: Sequence[Any]) -> list[Value]:
+def as_computed(arrays: Sequence[Any], sources: Sequence[Source] = ()) -> list[Value]:
     """Values of arrays that some operation computed."""
-    return [Value(array, Origin.COMPUTED) for array in arrays]
+    sources = sources or [Source.PRODUCTS] * len(arrays)
+    pairs = zip(arrays, sources, strict=True)
+    return [Value(array, Origin.COMPUTED, source=source) for array, source in pairs]
 
 
 def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
@@ -198,7 +206,7 @@ if hasattr(core.primitives, "remat_p"):  # JAX 0.7 does not export it.
 def inline(call: Call) -> list[Value]:
     """A `closed_call` or `eval_jaxpr`, whose program is evaluated in place."""
     closed = call.params["call_jaxpr"]
-    return call.run(closed, call.operands, call.policy, call.rounded)
+    return call.run(closed, call.operands, call.policy, call.rounded, wide=call.wide)
 
 
 def scan(call: Call) -> list[Value]:
@@ -214,7 +222,9 @@ def scan(call: Call) -> list[Value]:
     carry = [operand.array for operand in call.operands[first : first + size]]
     xs = [
         Value(cast(operand.array, call.policy.dtype), operand.origin)
-        if variable in by_products and is_float32(variable)
+        if variable in by_products
+        and is_float32(variable)
+        and operand.source is not Source.ARGUMENTS
         else operand
         for operand, variable in zip(
             call.operands[first + size :], variables[first + size :], strict=True
@@ -226,7 +236,7 @@ def scan(call: Call) -> list[Value]:
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
         inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
-        values = call.run(closed, inputs, call.policy, rounded)
+        values = call.run(closed, inputs, call.policy, rounded, wide=call.wide)
         results[:] = _without_arrays(values)
         outputs = [value.array for value in values]
         return as_declared(carry_variables, outputs[:size]), outputs[size:]
@@ -250,7 +260,8 @@ def _loop_constant(value: Value) -> Value:
     """
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
-    return Value(cast(value.array, jnp.float32), Origin.LOOP_CONSTANT)
+    wide = cast(value.array, jnp.float32)
+    return Value(wide, Origin.LOOP_CONSTANT, source=Source.ARGUMENTS)
 
 
 def _declared_half(value: Value, variable: Any) -> Value:

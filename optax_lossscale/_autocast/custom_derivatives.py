@@ -16,7 +16,7 @@ from jax.extend import core
 from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
 from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Value, as_declared, cast
+from optax_lossscale._autocast.values import Source, Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 
@@ -47,7 +47,9 @@ def custom_jvp(call: Call) -> list[Value]:
             traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
         rounded = [*is_low, *(is_low[i] for i in floats)]
-        values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
+        sources = [x.source for x in call.operands]
+        inputs = as_computed(arrays, [*sources, *(sources[i] for i in places)])
+        values = run(traced, inputs, policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
         outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]
         results, given = outputs[: len(dtypes)], iter(outputs[len(dtypes) :])
@@ -110,12 +112,14 @@ def custom_vjp(call: Call) -> list[Value]:
                 )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
-            values = run(traced, inputs, policy, rule="backward")
+            wide = [call.operands[i].source is Source.ARGUMENTS for i in places]
+            values = run(traced, inputs, policy, wide=wide, rule="backward")
             for i, value in zip(places, values, strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
-        values = run(traced, as_computed(arrays), policy, rule="forward")
+        inputs = as_computed(arrays, [operand.source for operand in call.operands])
+        values = run(traced, inputs, policy, rule="forward")
         outputs = [value.array for value in values]
         results = zip(outputs[: len(dtypes)], dtypes, strict=True)
         # JAX may run this rule again, for other perturbed operands, before it runs the

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recomputed
+from optax_lossscale._autocast.cached import (
+    evaluate_cached,
+    evaluate_product,
+    evaluate_recomputed,
+)
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.identity import identities_of, new_identity
@@ -25,13 +29,14 @@ from optax_lossscale._autocast.notes import (
     note_operation,
     outermost_caller,
 )
-from optax_lossscale._autocast.policy import SENSITIVE, Policy
-from optax_lossscale._autocast.rounding import read_by_products
+from optax_lossscale._autocast.policy import LOW, SENSITIVE, Policy
+from optax_lossscale._autocast.rounding import parts_of, read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     OF_PRODUCTS,
     SUMS_OF_TWO,
     Origin,
+    Source,
     Value,
     as_argument,
     as_literal,
@@ -41,6 +46,7 @@ from optax_lossscale._autocast.values import (
     is_float32,
     narrow,
     origin_of,
+    source_of,
 )
 from optax_lossscale._jaxprs import flagged_variables
 from optax_lossscale._normalization import computes_normalization
@@ -59,6 +65,7 @@ def run(
     policy: Policy,
     rounded: Sequence[bool] = (),
     *,
+    wide: Sequence[bool] = (),
     caller: Caller | None = None,
     rule: str = "",
 ) -> list[Value]:
@@ -71,6 +78,8 @@ def run(
       rounded: For each output, whether to round it to the low dtype as soon as it is
         computed, so that every reader sees the rounded value. If empty, no output is
         rounded on request. Values that only products read are always rounded.
+      wide: For each output, whether it is the gradient of a parameter, so that products
+        that it consists of are in float32. If empty, none is.
       caller: What holds the program; None if nothing does.
       rule: `"forward"` or `"backward"` if the program is a derivative rule of its
         caller. A forward rule runs in place of the function itself.
@@ -83,7 +92,7 @@ def run(
         caller = caller._replace(path=(*caller.path, rule))
     if rule:
         drop_notes(caller)
-    frame = _Frame(closed, inputs, policy, rounded, caller)
+    frame = _Frame(closed, inputs, policy, rounded, wide, caller)
     for equation in closed.jaxpr.eqns:
         outputs = frame.apply(equation)
         frame.write(equation.outvars, outputs)
@@ -99,6 +108,7 @@ class _Frame:
         inputs: Sequence[Value],
         policy: Policy,
         rounded: Sequence[bool],
+        wide: Sequence[bool],
         caller: Caller,
     ) -> None:
         program = closed.jaxpr
@@ -109,6 +119,7 @@ class _Frame:
         self.to_round = read_by_products(program, policy, rounded)
         if rounded:
             self.to_round |= flagged_variables(program.outvars, rounded)
+        self.wide = parts_of(program, wide) if any(wide) else set()
         self.write(program.invars, inputs)
         self.write(program.constvars, list(map(as_argument, closed.consts)))
 
@@ -134,14 +145,16 @@ class _Frame:
         nesting, reason = nesting_of(equation), reason_left_alone(equation)
         if nesting is not None and reason is None:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
-            call = Call(inner_run, read_by_products, equation, operands, policy, flags)
+            wide = [variable in self.wide for variable in equation.outvars]
+            call = Call(
+                inner_run, read_by_products, equation, operands, policy, flags, wide
+            )
             outputs = self._round(equation, nesting.rebuild(call), flags)
         elif (value := self._cast_at_marker(equation, operands, reason)) is not None:
             outputs = [value]
         else:
             if reason is not None:
-                is_nested = nesting is not None
-                choice = Choice(None, reason, is_left_alone=is_nested)
+                choice = Choice(None, reason, is_left_alone=True)
             else:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
@@ -149,8 +162,11 @@ class _Frame:
             is_narrowed = choice.is_rounded and choice.dtype != policy.dtype
             if is_narrowed and equation.primitive.name in SUMS_OF_TWO:
                 origin = Origin.SATURATED
+            source = source_of(equation, operands)
+            if choice.is_rounded:
+                source = Source.PRODUCTS
             flags = [flag or choice.is_rounded for flag in flags]
-            values = [Value(array, origin) for array in results]
+            values = [Value(array, origin, source=source) for array in results]
             outputs = self._round(equation, values, flags)
             arrays = [output.array for output in outputs]
             note_operation(self.caller, equation, choice, arrays)
@@ -184,6 +200,13 @@ class _Frame:
                 return evaluate_recomputed(equation, arrays)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         is_product = equation.primitive.name in self.policy.low
+        # Products of JAX round parameters themselves; see `products.py`.
+        is_own = equation.primitive.name in LOW and choice.dtype == self.policy.dtype
+        if is_own:
+            dtypes = [
+                None if x.source is Source.ARGUMENTS else dtype
+                for x, dtype in zip(operands, dtypes, strict=True)
+            ]
         arrays = [
             self._cast_operand(atom, value, dtype, is_product)
             for atom, value, dtype in zip(
@@ -192,13 +215,19 @@ class _Frame:
         ]
         if is_refused_on_cpu(equation):
             return evaluate_without_algorithm(equation, arrays)
-        return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
+        params = params_in(equation, choice.dtype)
+        if is_own:
+            is_wide = equation.outvars[0] in self.wide
+            result = np.dtype(np.float32) if is_wide else choice.dtype
+            params["preferred_element_type"] = result
+            return evaluate_product(equation, arrays, params, choice.dtype)
+        return evaluate_cached(equation, arrays, params)
 
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
     ) -> Any:
-        """Casts a float32 operand to a dtype, and returns any other as it is."""
-        if not is_float32(atom):
+        """Casts an operand that is in float32 to a dtype, if one is given."""
+        if dtype is None or not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal):
             with np.errstate(over="ignore"):
@@ -216,9 +245,14 @@ class _Frame:
         """Rounds the flagged results; arguments are cast only where they are read."""
         results = []
         for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
-            if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS:
+            is_argument = value.origin in OF_ARGUMENTS or (
+                value.source is Source.ARGUMENTS
+            )
+            if flag and is_float32(variable) and not is_argument:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
+            if is_low and value.source is Source.ARGUMENTS:
+                value = value._replace(source=Source.PRODUCTS)
             if value.origin in OF_PRODUCTS and not is_low:
                 value = value._replace(origin=Origin.COMPUTED)
             results.append(value)

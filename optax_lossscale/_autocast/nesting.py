@@ -22,6 +22,7 @@ from optax_lossscale._autocast.control_flow import (
 )
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.markers import reason_of_marker
+from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._autocast.values import Value
 
 
@@ -67,6 +68,8 @@ def reason_left_alone(equation: Any) -> str | None:
     reason = reason_of_marker(equation)
     if reason is not None:
         return reason
+    if equation.primitive is low_product_p:
+        return "autocast inside"
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"
     return None
