@@ -78,6 +78,8 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     * *Results* in the low dtype count as float32 again, as those of a product do, if
       an input was cast. The next product reads them without a cast. Results of other
       dtypes keep them.
+    * *Gradients* of inputs are cast to float32 after `fun` has computed them in the low
+      dtype. So pass it activations, and keep products with weights outside.
     * *Inside* `full_precision`, or another `low_precision`, it does nothing: their
       bodies run as they are written.
 
