@@ -106,8 +106,12 @@ def autocast(
     * *Quotients and gathers* are computed in float32 and then rounded, because their
       derivatives overflow or lose terms in float16. A constant divided by a value stays
       in float32.
-    * *Gradients.* If a float32 parameter is used several times, or read at each step of
-      a loop, its gradient is summed in float32.
+    * *Gradients* of float32 parameters are summed in float32: the product that gives one
+      has operands in the low dtype and a float32 result, which devices, the steps of a
+      loop and several uses of a parameter add up. This also holds for a parameter that
+      is moved or scaled before the product. It does not hold for convolutions that a
+      sharded `jit` distributes over GPUs: these have no such convolution, so that XLA
+      adds up results in the low dtype. Inside `pmap` and `shard_map` it holds.
     * *Dtypes.* float64, complex, integer, bool and key arrays pass through. Loop
       carries and branch results keep their dtypes, and so do the results of the
       function.
@@ -119,6 +123,7 @@ def autocast(
     outside the range of the dtype, such as `x + 1e-8`. Data are rounded too: beyond
     65504 they become infinite in products, and end at 65504 in sums. The gradient of a
     float16 value is rounded to float16, so that of `log(p + 1e-8)` may overflow at 0.
+    So is the gradient of a weight that is computed from parameters, say normalized.
     To compute the whole loss function in float32, as MindSpore and apex do, wrap only
     the model in `autocast`. Normalization layers are recognized by the name of their
     class, their function or a `jax.named_scope`. Mark any other part that should stay
