@@ -36,16 +36,12 @@ def keep_rounding(array: jax.Array) -> jax.Array:
 
     In one compiled program XLA for GPU leaves out a cast to a narrower dtype and back
     to float32 (https://github.com/openxla/xla/issues/41605). What reads the array in
-    float32 then sees numbers that the array cannot hold. XLA leaves `reduce_precision`
-    between the casts alone, and removes it later if it changes nothing.
+    float32 then sees numbers that the array cannot hold. A `reduce_precision` between
+    the casts keeps them. It rounds to the bits of float32, which changes nothing.
     """
-    info = jnp.finfo(array.dtype)
-    if info.bits >= 32 or not isinstance(array, jax.core.Tracer):
-        return array
-    # To the bits of float8, XLA on CPU would flush subnormal numbers to zero. To more
-    # bits than an array has, `reduce_precision` changes nothing by definition.
-    wide = jnp.finfo(jnp.float32) if info.bits < 16 else info
-    return lax.reduce_precision(array, wide.nexp, wide.nmant)
+    if jnp.finfo(array.dtype).bits >= 32 or not isinstance(array, jax.core.Tracer):
+        return array  # Outside `jit` each cast is a program of its own.
+    return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)
 
 
 def split(x: jax.Array) -> Split:
