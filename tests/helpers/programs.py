@@ -38,6 +38,8 @@ def _undone(program, are_rounded):
             old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
             count += flags[0] and new == jnp.float32
             results = [old == jnp.float32 and new.itemsize < 4]
+        elif equation.primitive.name == "stop_gradient":  # Nothing, once compiled.
+            results = flags
         elif "jaxpr" in equation.params:  # A call of a jitted function.
             inner = equation.params["jaxpr"]
             inner_count, results = _undone(getattr(inner, "jaxpr", inner), flags)

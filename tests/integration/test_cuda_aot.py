@@ -141,8 +141,13 @@ def test_check_updates_catches_a_float16_parameter_that_overflows():
     assert state.inner_state.master_params.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("devices", [1, 8])  # Which decide how it is computed.
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_float16_infinity_that_was_finite_in_float32_is_found(count):
+def test_a_float16_infinity_that_was_finite_in_float32_is_found(
+    count, devices, monkeypatch
+):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+
     def check(*grads):
         halves = [grad.astype(jnp.float16) for grad in grads]
         return ols.all_finite(halves), ols.max_magnitude(halves), halves

@@ -8,7 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.float_values import DTYPES, values_of
+from helpers.float_values import DTYPES, as_float64, values_of
 from helpers.inner import lenient
 from helpers.programs import casts_left_out_on_gpu
 from optax_lossscale._bits import keep_rounding, split
@@ -27,8 +27,9 @@ def half(x):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keeping_the_rounding_changes_no_bit(dtype):
-    values = jnp.asarray(values_of(dtype))
+def test_keeping_the_rounding_changes_no_bit_of_a_number(dtype):
+    values = values_of(dtype)
+    values = jnp.asarray(values[~np.isnan(as_float64(values))])
     assert_same_bits(jax.jit(keep_rounding)(values), values)
 
 
