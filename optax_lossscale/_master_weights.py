@@ -103,7 +103,8 @@ def master_weights(
         m      = m + u
         update = round(m) - params        so that params + update = round(m)
 
-    After every step each parameter is exactly its rounded master. If a parameter
+    After every step each parameter is exactly its rounded master, on a GPU too, where
+    XLA leaves out casts to half precision and back unless told not to. If a parameter
     shrinks a thousandfold or more in one step, float32 may not hold
     `round(m) - params`. Then the master is set to the new value of the parameter.
 
