@@ -97,6 +97,18 @@ def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
     np.testing.assert_array_equal(by_hand[is_near], masters[is_near])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_float8_parameter_is_the_rounded_master_too(dtype):
+    tx = ols.master_weights(lenient(optax.sgd(1.0)))
+    params = jnp.asarray(RNG.normal(size=1000), dtype)
+    grads = np.float32(RNG.normal(size=1000) * 10 ** RNG.uniform(-4, 0, 1000))
+    updates, state = on_gpu(tx.update, grads, tx.init(params), params)
+    np.testing.assert_array_equal(
+        np.asarray(params + updates).astype(np.float32),
+        rounded(state.master_params, dtype),
+    )
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_several_steps_in_one_program_see_only_rounded_parameters(dtype):
     tx = ols.master_weights(lenient(optax.sgd(0.3)))
