@@ -31,6 +31,19 @@ class Split(NamedTuple):
     is_finite: jax.Array
 
 
+def keep_rounding(array: jax.Array) -> jax.Array:
+    """The same array, of which XLA does not undo the rounding.
+
+    In one compiled program XLA for GPU leaves out a cast to a narrower dtype and back
+    to float32 (https://github.com/openxla/xla/issues/41605). What reads the array in
+    float32 then sees numbers that the array cannot hold. A `reduce_precision` between
+    the casts keeps them. It rounds to the bits of float32, which changes nothing.
+    """
+    if jnp.finfo(array.dtype).bits >= 32 or not isinstance(array, jax.core.Tracer):
+        return array  # Outside `jit` each cast is a program of its own.
+    return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)
+
+
 def split(x: jax.Array) -> Split:
     """Splits real floating numbers exactly, subnormal numbers included."""
     wide, unsigned, size, mantissa_bits = jnp.float32, jnp.uint32, 32, 23
@@ -111,6 +124,6 @@ def _bits(x: jax.Array, unsigned: type) -> jax.Array:
     if x.dtype == jnp.bfloat16:  # A cast might flush subnormal numbers; a shift cannot.
         upper_half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         return jnp.left_shift(upper_half, jnp.uint32(16))
-    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    wide = x if x.dtype == jnp.float64 else keep_rounding(x).astype(jnp.float32)
     bits: jax.Array = lax.bitcast_convert_type(wide, unsigned)
     return bits

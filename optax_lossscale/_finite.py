@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from optax_lossscale._bits import keep_rounding
 from optax_lossscale._scaling import unscale_leaves
 from optax_lossscale._tree import is_floating, real_parts, widen
 from optax_lossscale._types import AxisName, PyTree
@@ -249,6 +250,8 @@ def _reduce_leaves(
     """Unscales floating leaves and reduces them to one scalar on this device."""
 
     def mapped(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        # A float16 infinity may have been finite before it was rounded.
+        leaves = [keep_rounding(leaf) for leaf in leaves]
         if loss_scale is None:
             leaves = [widen(leaf) for leaf in leaves]
         else:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lossscale._bits import keep_rounding
 from optax_lossscale._checks import check_optimizer
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._state import MasterWeightsState
@@ -79,8 +80,9 @@ def cast_params(
     def cast(leaf: Any) -> Any:
         if dtype_of(leaf) not in _CASTABLE:
             return leaf
-        is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-        return cast_abstract(leaf, dtype) if is_abstract else jnp.asarray(leaf, dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return cast_abstract(leaf, dtype)
+        return keep_rounding(jnp.asarray(leaf, dtype))
 
     leaves = [
         leaf if is_kept else cast(leaf)
@@ -101,7 +103,8 @@ def master_weights(
         m      = m + u
         update = round(m) - params        so that params + update = round(m)
 
-    After every step each parameter is exactly its rounded master. If a parameter
+    After every step each parameter is exactly its rounded master, on a GPU too, where
+    XLA leaves out casts to half precision and back unless told not to. If a parameter
     shrinks a thousandfold or more in one step, float32 may not hold
     `round(m) - params`. Then the master is set to the new value of the parameter.
 
@@ -188,8 +191,10 @@ def _update_to(update: PyTree, param: PyTree, master: PyTree) -> PyTree:
     """The update that takes a parameter to its rounded master."""
     if is_absent(update) or not _is_rounded(param, master):
         return update
-    difference = widen(master.astype(param.dtype)) - widen(param)
-    return difference.astype(param.dtype) if is_narrow(param) else difference
+    difference = widen(keep_rounding(master.astype(param.dtype))) - widen(param)
+    if is_narrow(param):
+        return keep_rounding(difference.astype(param.dtype))
+    return difference
 
 
 def _next_master(
@@ -201,5 +206,5 @@ def _next_master(
     if not _is_rounded(param, master):
         return master
     becomes = param + update if is_narrow(param) else widen(param) + update
-    becomes = becomes.astype(param.dtype)
+    becomes = keep_rounding(becomes.astype(param.dtype))
     return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))

@@ -66,7 +66,8 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     where `widen` casts dtypes narrower than float32 to float32. The cast comes first,
     because float16 would flush the small quotients to zero. The reciprocal is exact if
     the scale is a power of two; with any other scale the result may be rounded once
-    more than a division would be.
+    more than a division would be. On a GPU, gradients that the same program cast to
+    float16 may be read as they were before. (`loss_scaled` checks the rounded ones.)
 
     Args:
       tree: Gradients of a scaled loss. Floating leaves may have any shape; all other

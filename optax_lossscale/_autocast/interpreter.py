@@ -76,7 +76,7 @@ def run(
       inputs: A value for each of its inputs.
       policy: The policy for its operations.
       rounded: For each output, whether to round it to the low dtype as soon as it is
-        computed, so that every reader sees the rounded value. If empty, no output is
+        computed, so that every reader may see the rounded value. If empty, no output is
         rounded on request. Values that only products read are always rounded.
       wide: For each output, whether it is the gradient of a parameter, so that products
         that it consists of are in float32. If empty, none is.

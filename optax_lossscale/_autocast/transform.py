@@ -116,6 +116,8 @@ def autocast(
       carries and branch results keep their dtypes, and so do the results of the
       function.
     * *Functions with their own derivative rules* keep these rules.
+    * *Rounding.* If a rounded value is read in float32 in the same program, XLA for GPU
+      may leave out the rounding. The value is then more precise.
     * *Scaling.* Nothing is scaled here: in float16, `loss_scaled` does that.
 
     **Details of O2 and O3.** These stay in float32: sums, powers, scalars such as

@@ -1,0 +1,186 @@
+"""Programs compiled for an NVIDIA H200. Needs the compiler, `jax[cuda12]`, but no GPU.
+
+pip install -e '.[test]' 'jax[cuda12]'
+JAX_PLATFORMS=cpu python -m pytest tests/integration/test_cuda_aot.py
+
+In one program XLA for GPU leaves out a cast to half precision and back to float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import optax_lossscale as ols
+from _lib.devices import device_of
+from helpers.compiled import run_on_cpu
+from helpers.inner import lenient
+
+pytest.importorskip("jax_cuda12_plugin", reason="jax[cuda12] is not installed")
+pytestmark = pytest.mark.cuda_aot
+
+RNG = np.random.default_rng(0)
+HALVES = [jnp.float16, jnp.bfloat16]
+CUBLAS_LT = {"xla_gpu_enable_triton_gemm": False}
+
+
+def compiled(function, *args, gpu="cuda", options=None):
+    sharding = SingleDeviceSharding(device_of(gpu))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    lowered = jax.jit(function, keep_unused=True).lower(*shapes)
+    return lowered.compile(compiler_options=options)
+
+
+def on_gpu(function, *args):
+    """The results of a function, compiled for the GPU and run on the CPU."""
+    structure = jax.tree.structure(jax.eval_shape(function, *args))
+    return jax.tree.unflatten(structure, run_on_cpu(compiled(function, *args), *args))
+
+
+def apply(params, updates):
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
+
+
+def rounded(x, dtype):
+    return np.asarray(x).astype(dtype).astype(np.float32)
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "v100"])
+def test_a_float16_product_is_a_call_of_cublas_lt(gpu):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float16)
+    program = compiled(jnp.matmul, x, x, gpu=gpu, options=CUBLAS_LT).as_text()
+    assert "__cublas$lt$matmul" in program
+
+
+def test_a_float8_product_is_a_call_of_cublas_lt_because_the_cuda_version_is_known():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
+
+    def product(x, y, scale):
+        wide = jnp.matmul(x, y, preferred_element_type=jnp.float32)
+        return (wide * scale).astype(jnp.bfloat16)
+
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    program = compiled(product, x, x, scale, options=CUBLAS_LT).as_text()
+    assert "__cublas$lt$matmul$f8" in program
+
+
+def test_xla_for_gpu_leaves_out_a_cast_to_float16_and_back():
+    x = np.float32([1.0001])
+    twice = on_gpu(lambda x: x.astype(jnp.float16).astype(jnp.float32) * 2, x)
+    assert twice == x * 2  # If it fails, the rest of this file is no longer needed.
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
+    start = RNG.normal(size=10_000) * 2.0 ** RNG.integers(-14, 14, 10_000)
+    target = RNG.normal(size=10_000) * 2.0 ** RNG.integers(-14, 14, 10_000)
+    start, target = rounded(start, dtype), rounded(target, dtype)
+    # Half of the targets are midway between neighbours, where rounding changes.
+    neighbour = np.nextafter(target.astype(dtype), np.array(np.inf, dtype))
+    middle = (target + neighbour.astype(np.float32)) / 2
+    target = np.where(RNG.random(10_000) < 0.5, middle, target).astype(np.float32)
+    tx = ols.master_weights(lenient(optax.sgd(1.0)))
+    params = jnp.asarray(start, dtype)
+
+    updates, state = on_gpu(tx.update, start - target, tx.init(params), params)
+    masters = rounded(state.master_params, dtype)
+    by_hand = start + np.asarray(updates)  # As `apply_updates` adds them.
+    np.testing.assert_array_equal(rounded(by_hand, dtype), masters)
+    # If nothing shrinks or grows a thousandfold, the float32 sum needs no rounding.
+    one, other = np.abs(start), np.abs(masters)
+    is_near = (one < 1000 * other) & (other < 1000 * one)
+    np.testing.assert_array_equal(by_hand[is_near], masters[is_near])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_float8_parameter_is_the_rounded_master_too(dtype):
+    tx = ols.master_weights(lenient(optax.sgd(1.0)))
+    params = jnp.asarray(RNG.normal(size=1000), dtype)
+    grads = np.float32(RNG.normal(size=1000) * 10 ** RNG.uniform(-4, 0, 1000))
+    updates, state = on_gpu(tx.update, grads, tx.init(params), params)
+    np.testing.assert_array_equal(
+        np.asarray(params + updates).astype(np.float32),
+        rounded(state.master_params, dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_several_steps_in_one_program_see_only_rounded_parameters(dtype):
+    tx = ols.master_weights(lenient(optax.sgd(0.3)))
+    tx = ols.loss_scaled(tx, ols.static_loss_scale(4.0))
+
+    def three_steps(params, state, x, infinity):
+        seen = []
+        for factor in (1.0, infinity, 2.0):  # The second step is skipped.
+            wide = params.astype(jnp.float32)  # As the next forward pass reads them.
+            seen.append(wide)
+            grads = (wide * x * factor).astype(dtype)
+            updates, state = tx.update(grads, state, params)
+            params = apply(params, updates)
+        return params, state, seen
+
+    params, x = jnp.asarray(RNG.normal(size=100), dtype), jnp.asarray(RNG.random(100))
+    params, state, seen = on_gpu(
+        three_steps, params, tx.init(params), x, jnp.float32(jnp.inf)
+    )
+    masters = state.inner_state.master_params
+    np.testing.assert_array_equal(params.astype(jnp.float32), rounded(masters, dtype))
+    for wide in seen:
+        np.testing.assert_array_equal(wide, rounded(wide, dtype))
+    assert not np.array_equal(seen[0], seen[1])
+    np.testing.assert_array_equal(seen[1], seen[2])
+    assert state.loss_scale_state.total_notfinite == 1
+
+
+def test_masters_of_parameters_that_were_cast_in_the_same_program_are_rounded():
+    tx = ols.master_weights(lenient(optax.sgd(1.0)))
+    x = RNG.normal(size=100).astype(np.float32)
+    state = on_gpu(lambda x: tx.init(ols.cast_params(x)), x)
+    np.testing.assert_array_equal(state.master_params, rounded(x, np.float16))
+
+
+def test_check_updates_catches_a_float16_parameter_that_overflows():
+    inner = ols.master_weights(lenient(optax.sgd(1e5)))
+    tx = ols.loss_scaled(inner, ols.static_loss_scale(1.0), check_updates=True)
+    params = jnp.ones(2, jnp.float16)
+    updates, state = on_gpu(tx.update, params, tx.init(params), params)
+    assert updates.tolist() == [0.0, 0.0]
+    assert state.inner_state.master_params.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("devices", [1, 8])  # Which decide how it is computed.
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_float16_infinity_that_was_finite_in_float32_is_found(
+    count, devices, monkeypatch
+):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+    def check(*grads):
+        halves = [grad.astype(jnp.float16) for grad in grads]
+        return ols.all_finite(halves), ols.max_magnitude(halves), halves
+
+    grads = [np.float32([1.0, 70_000.0])] * count
+    is_finite, magnitude, halves = on_gpu(check, *grads)
+    assert np.isinf(halves[0][1])
+    assert not is_finite
+    assert np.isinf(magnitude)
+
+
+def test_diagnostics_see_the_numbers_that_a_float16_array_holds():
+    def headroom(grads):
+        return ols.diagnostics.headroom_bits(grads.astype(jnp.float16))
+
+    program = compiled(headroom, jnp.ones(4)).as_text()
+    assert "f16[4]{0} convert(" in program
+
+
+def test_rounding_masters_takes_no_kernel_of_its_own():
+    tx = ols.master_weights(lenient(optax.sgd(1.0)))
+    params = jnp.ones(100, jnp.float16)
+    program = compiled(tx.update, params, tx.init(params), params).as_text()
+    assert program.count(" fusion(") == 1
