@@ -106,12 +106,13 @@ def autocast(
     * *Quotients and gathers* are computed in float32 and then rounded, because their
       derivatives overflow or lose terms in float16. A constant divided by a value stays
       in float32.
-    * *Gradients* of float32 parameters are summed in float32: the product that gives one
-      has operands in the low dtype and a float32 result, which devices, the steps of a
-      loop and several uses of a parameter add up. This also holds for a parameter that
-      is moved or scaled before the product. It does not hold for convolutions that a
-      sharded `jit` distributes over GPUs: these have no such convolution, so that XLA
-      adds up results in the low dtype. Inside `pmap` and `shard_map` it holds.
+    * *Gradients* of float32 parameters are float32 sums. The product that gives one has
+      operands in the low dtype and a float32 result, and this result is summed over
+      devices, over the steps of a loop and over several uses of a parameter. So it is
+      for a parameter that is moved or scaled before the product. There is one
+      exception. GPUs have no convolution with a float32 result; if a sharded `jit`
+      distributes one over several GPUs, its weight gradient is summed over them in the
+      low dtype. (Inside `pmap` and `shard_map` it is summed in float32.)
     * *Dtypes.* float64, complex, integer, bool and key arrays pass through. Loop
       carries and branch results keep their dtypes, and so do the results of the
       function.
