@@ -40,9 +40,8 @@ POWERS = words("integer_pow pow square")
 # Operations that move values without changing them.
 MOVES = words(
     "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "
-    "dynamic_update_slice gather name optimization_barrier pad "
-    "ppermute pvary reshape rev select_n sharding_constraint slice split squeeze "
-    "stop_gradient transpose"
+    "dynamic_update_slice gather name optimization_barrier pad ppermute pvary reshape "
+    "reshard rev select_n sharding_constraint slice split squeeze stop_gradient transpose"
 )
 # Operations that commute with rounding: rounding their operands or their results gives
 # the same.

@@ -20,7 +20,7 @@ from optax_lossscale._autocast.identity import (
     is_square,
     new_identity,
 )
-from optax_lossscale._autocast.policy import COMMUTES, LOW, MOVES, POWERS
+from optax_lossscale._autocast.policy import COMMUTES, LISTED, LOW, MOVES, POWERS
 from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
@@ -136,10 +136,11 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
 
 def source_of(equation: Any, operands: Sequence[Value]) -> Source:
     """The source of an equation's results, if they are in float32."""
-    if equation.primitive.name in LOW | {"gather"}:
-        return Source.PRODUCTS
-    pairs = zip(operands, equation.invars, strict=True)
+    name, pairs = equation.primitive.name, zip(operands, equation.invars, strict=True)
     sources = [value.source for value, atom in pairs if is_floating(atom.aval)]
+    is_elementwise = name in LISTED - LOW - {"gather"} or name == "convert_element_type"
+    if sources and not is_elementwise:
+        return Source.PRODUCTS
     return max(sources, default=Source.NUMBERS)
 
 

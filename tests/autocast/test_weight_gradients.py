@@ -439,6 +439,46 @@ def test_gradients_on_an_explicit_mesh_are_exact_and_sharded_as_the_weight():
     assert actual.sharding == expected.sharding
 
 
+def test_resharded_values_keep_their_dtypes_and_exact_gradients():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def fun(w, x):
+        h = jax.sharding.reshard(x @ jax.sharding.reshard(w, P()), P())
+        return jnp.sum(h @ jnp.ones((5, 2)))
+
+    with set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, P("data")))
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        program = jax.make_jaxpr(ols.autocast(fun))(w, x)
+        actual = jax.jit(jax.grad(ols.autocast(fun)))(w, x)
+        expected = jax.jit(jax.grad(fun))(w, x)
+    names = {
+        str(e.invars[0].aval.dtype)
+        for e in equations_of(program)
+        if e.primitive.name == "reshard"
+    }
+    assert names == {"float32", "float16"}  # The weight, and the activation.
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_results_of_full_precision_functions_are_rounded_for_products():
+    """They may hold products, so they are no parameters, and are stored in half."""
+
+    @jax.custom_jvp
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    layer.defjvp(lambda p, t: (layer(*p), p[1] @ t[0] + t[1] @ p[0]))
+
+    def fun(w, x):
+        return ols.full_precision(layer)(w, x) @ w.T
+
+    program = jax.make_jaxpr(ols.autocast(fun))(W, X)
+    found = equations_of(program)
+    (last,) = [e for e in found if e.primitive.name == "low_product"]
+    assert [str(v.aval.dtype) for v in last.invars] == ["float16", "float32"]
+
+
 def test_an_autocast_function_inside_another_keeps_its_dtype():
     inner = ols.autocast(lambda w, x: x @ w, jnp.bfloat16)
     program = jax.make_jaxpr(jax.grad(ols.autocast(lambda w: jnp.sum(inner(w, X)))))(W)
