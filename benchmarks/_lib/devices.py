@@ -8,7 +8,8 @@ from jax.experimental import topologies
 
 DEVICE_NAMES = {"cpu": "CPU", "tpu": "TPU v5e", "cuda": "H200", "v100": "V100"}
 
-# A GPU is described to XLA as a `GpuTargetConfigProto` in text form.
+# A GPU is described to XLA as a `GpuTargetConfigProto` in text form. It names the
+# version of CUDA; without one, XLA does not use what depends on the version.
 GPU_TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32
@@ -23,6 +24,7 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{name}"
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
 """
 GPU_TARGETS = {
     "cuda": GPU_TARGET.format(
@@ -52,28 +54,45 @@ GPU_TARGETS = {
 }
 
 
-def use_host_cpu() -> None:
-    """Runs JAX on this machine's CPU, and lets libtpu compile for a TPU v5e.
+TPU_SLICES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 64: "8x8"}
 
-    Call it at the start of `main`. JAX and libtpu read these settings once, when JAX
-    uses its first device, so a later call has no effect.
+
+def use_host_cpu() -> None:
+    """Runs JAX on this machine's CPU.
+
+    Call it at the start of `main`. JAX reads this setting once, when it uses its first
+    device, so a later call has no effect.
     """
     jax.config.update("jax_platforms", "cpu")
-    os.environ.update(
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v5litepod-4",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
+
+
+def devices_of(platform: str, count: int) -> list[Any]:
+    """Returns devices to compile for; `platform` is a key of `DEVICE_NAMES`.
+
+    Of TPUs it returns 1, 4, 8, 16 or 64 chips of one slice, of GPUs any number in one
+    machine. Of CPU devices JAX has one, unless `jax_num_cpu_devices` says otherwise.
+    """
+    if platform == "cpu":
+        devices = jax.devices("cpu")
+    elif platform == "tpu":
+        # libtpu looks for a TPU unless these settings say what it compiles for.
+        os.environ.update(
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_ACCELERATOR_TYPE="v5litepod-4",
+            TPU_WORKER_HOSTNAMES="localhost",
+        )
+        name = f"v5e:{TPU_SLICES[count]}"
+        devices = topologies.get_topology_desc(name, "tpu").devices
+    else:
+        name = f"1x1x{count}"  # Slices, machines of a slice, GPUs of a machine.
+        devices = topologies.get_topology_desc(
+            name, "cuda", topology=name, target_config=GPU_TARGETS[platform]
+        ).devices
+    if len(devices) < count:
+        raise ValueError(f"JAX has {len(devices)} {platform} devices, not {count}.")
+    return list(devices[:count])
 
 
 def device_of(platform: str) -> Any:
     """Returns a device to compile for; `platform` is a key of `DEVICE_NAMES`."""
-    if platform == "cpu":
-        return jax.devices()[0]
-    if platform == "tpu":
-        topology = topologies.get_topology_desc("v5e:2x2", "tpu")
-    else:
-        topology = topologies.get_topology_desc(
-            "1x1x1", "cuda", topology="1x1x1", target_config=GPU_TARGETS[platform]
-        )
-    return topology.devices[0]
+    return devices_of(platform, 1)[0]

@@ -4,18 +4,16 @@ pip install -e '.[test,tpu-aot]'
 JAX_PLATFORMS=cpu python -m pytest tests/integration/test_tpu.py
 """
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from _lib.devices import devices_of
 from helpers.compat import set_mesh
 from helpers.compiled import collectives_of
 from helpers.inner import adam
@@ -28,16 +26,8 @@ SPECS = {"a": P("data"), "b": P(None, "model"), "c": P("data", "model"), "d": P(
 
 @pytest.fixture(scope="module", params=[(2, 2), (8, 8)], ids=["4 chips", "64 chips"])
 def devices(request):
-    os.environ.update(
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE="v5litepod-4",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
     rows, columns = request.param
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=f"v5e:{rows}x{columns}"
-    )
-    return np.array(topology.devices).reshape(rows, columns)
+    return np.array(devices_of("tpu", rows * columns)).reshape(rows, columns)
 
 
 def arguments(tx, mesh, names):
