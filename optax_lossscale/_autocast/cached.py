@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.policy import LISTED
+from optax_lossscale._autocast.products import low_product
 from optax_lossscale._autocast.values import cast, is_float32
 from optax_lossscale._jaxprs import bind, context_of
 
@@ -25,6 +26,13 @@ def evaluate_cached(
 ) -> Sequence[Any]:
     """Returns the outputs of an equation that holds no program of its own."""
     return _evaluate(_operation, equation, inputs, tuple(params.items()))
+
+
+def evaluate_product(
+    equation: Any, inputs: Sequence[Any], params: dict[str, Any], low: Any
+) -> Sequence[Any]:
+    """The same for a product whose operands, if in float32, are rounded."""
+    return _evaluate(_product, equation, inputs, tuple(params.items()), low)
 
 
 def evaluate_recomputed(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -57,6 +65,13 @@ def _jitted(make: Callable[..., _Operation], *settings: Any) -> _Operation:
 def _operation(primitive: Any, items: tuple[Any, ...]) -> _Operation:
     def operation(*arrays: Any) -> Sequence[Any]:
         return bind(primitive, arrays, dict(items))
+
+    return operation
+
+
+def _product(primitive: Any, items: tuple[Any, ...], low: Any) -> _Operation:
+    def operation(*arrays: Any) -> Sequence[Any]:
+        return [low_product(primitive, arrays, low, dict(items))]
 
     return operation
 

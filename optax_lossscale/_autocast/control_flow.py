@@ -19,6 +19,7 @@ from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
     OF_MASKS,
     Origin,
+    Source,
     Value,
     as_declared,
     cast,
@@ -95,7 +96,7 @@ class Call(NamedTuple):
         if is_collecting() or closed.consts:
             return self.trace(closed)
         numbers = renumber(identities(self.operands))
-        kinds = tuple((jax.typeof(x.array), x.origin) for x in self.operands)
+        kinds = tuple((jax.typeof(x.array), x.origin, x.source) for x in self.operands)
         key = (self.policy, tuple(self.rounded), kinds, numbers.pattern)
         kept = _KEPT.setdefault(owner, {})
         if key not in kept:
@@ -144,9 +145,11 @@ def _without_arrays(values: Sequence[Value]) -> list[Value]:
     return [value._replace(array=None) for value in values]
 
 
-def as_computed(arrays: Sequence[Any]) -> list[Value]:
+def as_computed(arrays: Sequence[Any], sources: Sequence[Source] = ()) -> list[Value]:
     """Values of arrays that some operation computed."""
-    return [Value(array, Origin.COMPUTED) for array in arrays]
+    sources = sources or [Source.PRODUCTS] * len(arrays)
+    pairs = zip(arrays, sources, strict=True)
+    return [Value(array, Origin.COMPUTED, source=source) for array, source in pairs]
 
 
 def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
@@ -214,7 +217,9 @@ def scan(call: Call) -> list[Value]:
     carry = [operand.array for operand in call.operands[first : first + size]]
     xs = [
         Value(cast(operand.array, call.policy.dtype), operand.origin)
-        if variable in by_products and is_float32(variable)
+        if variable in by_products
+        and is_float32(variable)
+        and operand.source is not Source.ARGUMENTS
         else operand
         for operand, variable in zip(
             call.operands[first + size :], variables[first + size :], strict=True
@@ -250,7 +255,8 @@ def _loop_constant(value: Value) -> Value:
     """
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
-    return Value(cast(value.array, jnp.float32), Origin.LOOP_CONSTANT)
+    wide = cast(value.array, jnp.float32)
+    return Value(wide, Origin.LOOP_CONSTANT, source=Source.ARGUMENTS)
 
 
 def _declared_half(value: Value, variable: Any) -> Value:

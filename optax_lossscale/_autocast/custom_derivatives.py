@@ -45,7 +45,9 @@ def custom_jvp(call: Call) -> list[Value]:
         traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
         rounded = [*is_low, *(is_low[i] for i in floats)]
-        values = run(traced, as_computed(arrays), policy, rounded, rule="forward")
+        sources = [x.source for x in call.operands]
+        inputs = as_computed(arrays, [*sources, *(sources[i] for i in places)])
+        values = run(traced, inputs, policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
         outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]
         results, given = outputs[: len(dtypes)], iter(outputs[len(dtypes) :])
@@ -108,7 +110,8 @@ def custom_vjp(call: Call) -> list[Value]:
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
-        values = run(traced, as_computed(arrays), policy, rule="forward")
+        inputs = as_computed(arrays, [operand.source for operand in call.operands])
+        values = run(traced, inputs, policy, rule="forward")
         outputs = [value.array for value in values]
         results = zip(outputs[: len(dtypes)], dtypes, strict=True)
         # JAX may run this rule again, for other perturbed operands, before it runs the

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_lossscale._autocast.cached import evaluate_cached, evaluate_recomputed
+from optax_lossscale._autocast.cached import (
+    evaluate_cached,
+    evaluate_product,
+    evaluate_recomputed,
+)
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.identity import identities_of, new_identity
@@ -20,13 +24,14 @@ from optax_lossscale._autocast.notes import (
     note_operation,
     outermost_caller,
 )
-from optax_lossscale._autocast.policy import SENSITIVE, Policy
+from optax_lossscale._autocast.policy import LOW, SENSITIVE, Policy
 from optax_lossscale._autocast.rounding import read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     OF_PRODUCTS,
     SUMS_OF_TWO,
     Origin,
+    Source,
     Value,
     as_argument,
     as_literal,
@@ -36,6 +41,7 @@ from optax_lossscale._autocast.values import (
     is_float32,
     narrow,
     origin_of,
+    source_of,
 )
 from optax_lossscale._jaxprs import flagged_variables
 from optax_lossscale._normalization import computes_normalization
@@ -133,8 +139,7 @@ class _Frame:
             outputs = self._round(equation, nesting.rebuild(call), flags)
         else:
             if reason is not None:
-                is_nested = nesting is not None
-                choice = Choice(None, reason, is_left_alone=is_nested)
+                choice = Choice(None, reason, is_left_alone=True)
             else:
                 choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
@@ -142,8 +147,11 @@ class _Frame:
             is_narrowed = choice.is_rounded and choice.dtype != policy.dtype
             if is_narrowed and equation.primitive.name in SUMS_OF_TWO:
                 origin = Origin.SATURATED
+            source = source_of(equation, operands)
+            if choice.is_rounded:
+                source = Source.PRODUCTS
             flags = [flag or choice.is_rounded for flag in flags]
-            values = [Value(array, origin) for array in results]
+            values = [Value(array, origin, source=source) for array in results]
             outputs = self._round(equation, values, flags)
             arrays = [output.array for output in outputs]
             note_operation(self.caller, equation, choice, arrays)
@@ -165,19 +173,30 @@ class _Frame:
                 return evaluate_recomputed(equation, arrays)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         is_product = equation.primitive.name in self.policy.low
+        # Products of JAX round parameters themselves; see `products.py`.
+        is_own = equation.primitive.name in LOW and choice.dtype == self.policy.dtype
+        if is_own:
+            dtypes = [
+                None if x.source is Source.ARGUMENTS else dtype
+                for x, dtype in zip(operands, dtypes, strict=True)
+            ]
         arrays = [
             self._cast_operand(atom, value, dtype, is_product)
             for atom, value, dtype in zip(
                 equation.invars, operands, dtypes, strict=True
             )
         ]
-        return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
+        params = params_in(equation, choice.dtype)
+        if is_own:
+            params["preferred_element_type"] = choice.dtype
+            return evaluate_product(equation, arrays, params, choice.dtype)
+        return evaluate_cached(equation, arrays, params)
 
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
     ) -> Any:
-        """Casts a float32 operand to a dtype, and returns any other as it is."""
-        if not is_float32(atom):
+        """Casts a float32 operand to a dtype, if any, and returns others as they are."""
+        if dtype is None or not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal):
             with np.errstate(over="ignore"):
@@ -195,9 +214,14 @@ class _Frame:
         """Rounds the flagged results; arguments are cast only where they are read."""
         results = []
         for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
-            if flag and is_float32(variable) and value.origin not in OF_ARGUMENTS:
+            is_argument = value.origin in OF_ARGUMENTS or (
+                value.source is Source.ARGUMENTS
+            )
+            if flag and is_float32(variable) and not is_argument:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
+            if is_low:
+                value = value._replace(source=Source.PRODUCTS)
             if value.origin in OF_PRODUCTS and not is_low:
                 value = value._replace(origin=Origin.COMPUTED)
             results.append(value)

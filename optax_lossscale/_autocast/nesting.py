@@ -21,6 +21,7 @@ from optax_lossscale._autocast.control_flow import (
     while_loop,
 )
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
+from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._autocast.values import Value
 from optax_lossscale._jaxprs import scopes_of
 
@@ -69,6 +70,8 @@ def reason_left_alone(equation: Any) -> str | None:
     """Why an operation is left as it is written, or None if it is not."""
     if FULL_PRECISION in scopes_of(equation):
         return "full_precision"
+    if equation.primitive is low_product_p:
+        return "autocast inside"
     if any(not isinstance(x.aval, jax.core.ShapedArray) for x in equation.invars):
         return "works in place"
     return None

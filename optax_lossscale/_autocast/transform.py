@@ -37,7 +37,7 @@ from optax_lossscale._autocast.scopes import (
     call_with_variables,
     scopes_of,
 )
-from optax_lossscale._autocast.values import Origin, Value, as_argument, as_declared
+from optax_lossscale._autocast.values import Origin, as_argument, as_declared
 from optax_lossscale._nnx import is_module, leaves_of, one_of_each
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
@@ -327,8 +327,8 @@ def _call(
     if policy.level == "O2":  # Parameters of normalization layers stay in float32.
         flags = itertools.compress(in_layers((args, kwargs)), rest.flags)
         inputs = [
-            Value(array, Origin.COMPUTED) if flag else as_argument(array)
-            for array, flag in zip(arrays, flags, strict=True)
+            value._replace(origin=Origin.COMPUTED) if flag else value
+            for value, flag in zip(inputs, flags, strict=True)
         ]
     outputs = [value.array for value in run(closed, inputs, policy)]
     return results.func(as_declared(closed.jaxpr.outvars, outputs))

@@ -49,12 +49,21 @@ MAY_MASK = {Origin.SATURATED, *OF_ARGUMENTS}
 OF_MASKS = (Origin.SATURATED, Origin.WIDE)
 
 
+class Source(enum.IntEnum):
+    """What a value is computed from: the greatest of what goes into it."""
+
+    NUMBERS = 0  # Nothing that has a gradient.
+    ARGUMENTS = 1  # Arguments, in float32 throughout: a parameter, or `w / norm(w)`.
+    PRODUCTS = 2  # A product, an entry that was looked up, or anything else.
+
+
 class Value(NamedTuple):
-    """An array, perhaps narrower than declared, its origin and its identity."""
+    """An array, perhaps narrower than declared, and what is known of it."""
 
     array: Any
     origin: Origin
     identity: Identity | None = None
+    source: Source = Source.PRODUCTS
 
 
 def identities(values: Sequence[Value]) -> list[Identity]:
@@ -64,19 +73,20 @@ def identities(values: Sequence[Value]) -> list[Identity]:
 
 def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
-    return Value(array, Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT)
+    origin = Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT
+    return Value(array, origin, source=Source.ARGUMENTS)
 
 
 def as_literal(number: Any, dtype: Any) -> Value:
     """The value of a number, which widens if the low dtype cannot represent it."""
     identity = identity_of_literal(number)
+    constant = Value(number, Origin.CONSTANT, identity, Source.NUMBERS)
     if jnp.result_type(number) == jax.dtypes.float0:
-        return Value(number, Origin.CONSTANT, identity)
+        return constant
     info, magnitude = jnp.finfo(dtype), float(np.abs(number))
     is_large = float(info.max) < magnitude < float("inf")
-    if is_large or 0 < magnitude < float(info.tiny):
-        return Value(number, Origin.WIDE, identity)
-    return Value(number, Origin.CONSTANT, identity)
+    is_wide = is_large or 0 < magnitude < float(info.tiny)
+    return constant._replace(origin=Origin.WIDE) if is_wide else constant
 
 
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
@@ -120,6 +130,15 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
     if origins & MAY_MASK and keeps_masks(equation, operands):
         return Origin.SATURATED
     return Origin.COMPUTED
+
+
+def source_of(equation: Any, operands: Sequence[Value]) -> Source:
+    """The source of an equation's results, if they are in float32."""
+    if equation.primitive.name in LOW | {"gather"}:
+        return Source.PRODUCTS
+    pairs = zip(operands, equation.invars, strict=True)
+    sources = [value.source for value, atom in pairs if is_floating(atom.aval)]
+    return max(sources, default=Source.NUMBERS)
 
 
 def keeps_masks(equation: Any, operands: Sequence[Value]) -> bool:

@@ -52,11 +52,17 @@ def test_products_that_a_rematerialized_loop_computes_once_are_in_float16():
     assert_close(ols.autocast(fun)(W, X), fun(W, X), rtol=2e-2)
 
 
-def test_loop_inputs_are_cast_before_the_loop_and_weights_inside():
-    program = jax.make_jaxpr(ols.autocast(with_scan))(W, X)
-    (scan,) = [e for e in equations_of(program) if e.primitive.name == "scan"]
-    halves = [v for v in scan.invars if v.aval.dtype == jnp.float16]
-    assert [variable.aval.shape for variable in halves] == [X.shape]
+def test_computed_loop_inputs_are_cast_before_the_loop_and_arguments_inside():
+    def with_computed_input(w, x):
+        return with_scan(w, jnp.tanh(x @ w))
+
+    def low_inputs(fun):
+        program = jax.make_jaxpr(ols.autocast(fun))(W, X)
+        (scan,) = [e for e in equations_of(program) if e.primitive.name == "scan"]
+        return [v.aval.shape for v in scan.invars if v.aval.dtype == jnp.float16]
+
+    assert low_inputs(with_scan) == []
+    assert low_inputs(with_computed_input) == [X.shape]
 
 
 def halve_until_small(w, x):
