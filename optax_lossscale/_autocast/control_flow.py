@@ -56,6 +56,7 @@ class Call(NamedTuple):
       operands: The values that it reads.
       policy: The policy for its programs.
       rounded: For each result, whether it is rounded to the low dtype.
+      wide: For each result, whether it is part of a parameter's gradient.
     """
 
     run: Callable[..., list[Value]]
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     operands: list[Value]
     policy: Policy
     rounded: list[bool]
+    wide: list[bool]
 
     @property
     def params(self) -> dict[str, Any]:
@@ -81,7 +83,9 @@ class Call(NamedTuple):
         results: list[Value] = []
 
         def apply(inputs: list[Value]) -> list[Any]:
-            outputs = self.run(closed, inputs, self.policy, self.rounded)
+            outputs = self.run(
+                closed, inputs, self.policy, self.rounded, wide=self.wide
+            )
             results.extend(_without_arrays(outputs))
             return [output.array for output in outputs]
 
@@ -97,7 +101,8 @@ class Call(NamedTuple):
             return self.trace(closed)
         numbers = renumber(identities(self.operands))
         kinds = tuple((jax.typeof(x.array), x.origin, x.source) for x in self.operands)
-        key = (self.policy, tuple(self.rounded), kinds, numbers.pattern)
+        flags = tuple(self.rounded), tuple(self.wide)
+        key = (self.policy, *flags, kinds, numbers.pattern)
         kept = _KEPT.setdefault(owner, {})
         if key not in kept:
             pairs = zip(self.operands, numbers.identities, strict=True)
@@ -201,7 +206,9 @@ if hasattr(core.primitives, "remat_p"):  # JAX 0.7 does not export it.
 def inline(call: Call) -> list[Value]:
     """A `closed_call` or `eval_jaxpr`, whose program is evaluated in place."""
     closed = call.params["call_jaxpr"]
-    return call.run(closed, call.operands, call.policy, call.rounded)
+    return call.run(
+        closed, call.operands, call.policy, call.rounded, wide=call.wide
+    )
 
 
 def scan(call: Call) -> list[Value]:
@@ -231,7 +238,7 @@ def scan(call: Call) -> list[Value]:
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
         inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
-        values = call.run(closed, inputs, call.policy, rounded)
+        values = call.run(closed, inputs, call.policy, rounded, wide=call.wide)
         results[:] = _without_arrays(values)
         outputs = [value.array for value in values]
         return as_declared(carry_variables, outputs[:size]), outputs[size:]

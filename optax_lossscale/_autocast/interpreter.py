@@ -25,7 +25,7 @@ from optax_lossscale._autocast.notes import (
     outermost_caller,
 )
 from optax_lossscale._autocast.policy import LOW, SENSITIVE, Policy
-from optax_lossscale._autocast.rounding import read_by_products
+from optax_lossscale._autocast.rounding import parts_of, read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
     OF_PRODUCTS,
@@ -60,6 +60,7 @@ def run(
     policy: Policy,
     rounded: Sequence[bool] = (),
     *,
+    wide: Sequence[bool] = (),
     caller: Caller | None = None,
     rule: str = "",
 ) -> list[Value]:
@@ -72,6 +73,8 @@ def run(
       rounded: For each output, whether to round it to the low dtype as soon as it is
         computed, so that every reader sees the rounded value. If empty, no output is
         rounded on request. Values that only products read are always rounded.
+      wide: For each output, whether it is the gradient of a parameter, so that products
+        that it consists of are in float32. If empty, none is.
       caller: What holds the program; None if nothing does.
       rule: `"forward"` or `"backward"` if the program is a derivative rule of its
         caller. A forward rule runs in place of the function itself.
@@ -84,7 +87,7 @@ def run(
         caller = caller._replace(path=(*caller.path, rule))
     if rule:
         drop_notes(caller)
-    frame = _Frame(closed, inputs, policy, rounded, caller)
+    frame = _Frame(closed, inputs, policy, rounded, wide, caller)
     for equation in closed.jaxpr.eqns:
         outputs = frame.apply(equation)
         frame.write(equation.outvars, outputs)
@@ -100,6 +103,7 @@ class _Frame:
         inputs: Sequence[Value],
         policy: Policy,
         rounded: Sequence[bool],
+        wide: Sequence[bool],
         caller: Caller,
     ) -> None:
         program = closed.jaxpr
@@ -110,6 +114,7 @@ class _Frame:
         self.to_round = read_by_products(program, policy, rounded)
         if rounded:
             self.to_round |= flagged_variables(program.outvars, rounded)
+        self.wide = parts_of(program, wide) if any(wide) else set()
         self.write(program.invars, inputs)
         self.write(program.constvars, list(map(as_argument, closed.consts)))
 
@@ -135,7 +140,10 @@ class _Frame:
         nesting, reason = nesting_of(equation), reason_left_alone(equation)
         if nesting is not None and reason is None:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
-            call = Call(inner_run, read_by_products, equation, operands, policy, flags)
+            wide = [variable in self.wide for variable in equation.outvars]
+            call = Call(
+                inner_run, read_by_products, equation, operands, policy, flags, wide
+            )
             outputs = self._round(equation, nesting.rebuild(call), flags)
         else:
             if reason is not None:
@@ -188,7 +196,9 @@ class _Frame:
         ]
         params = params_in(equation, choice.dtype)
         if is_own:
-            params["preferred_element_type"] = choice.dtype
+            is_wide = equation.outvars[0] in self.wide
+            result = np.dtype(np.float32) if is_wide else choice.dtype
+            params["preferred_element_type"] = result
             return evaluate_product(equation, arrays, params, choice.dtype)
         return evaluate_cached(equation, arrays, params)
 

@@ -82,9 +82,28 @@ def _as_written(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
 
 
 low_product_p.def_impl(jax.jit(_as_written, static_argnames="jaxpr"))
+def _on_gpu(*operands: Any, jaxpr: core.ClosedJaxpr) -> Any:
+    """The same for GPUs, whose library has no convolution with another result dtype.
+
+    XLA would convolve float32 copies instead.
+    """
+    equation = _product_of(jaxpr)
+    low = equation.invars[0].aval.dtype
+    if equation.primitive.name != "conv_general_dilated":
+        return _as_written(*operands, jaxpr=jaxpr)
+    factors = [lax.convert_element_type(x, low) for x in operands]
+    params = {**equation.params, "preferred_element_type": low}
+    (result,) = bind(equation.primitive, factors, params)
+    return lax.convert_element_type(result, jaxpr.out_avals[0].dtype)
+
+
 mlir.register_lowering(
     low_product_p, mlir.lower_fun(_as_written, multiple_results=False)
 )
+for platform in ("cuda", "rocm"):
+    mlir.register_lowering(
+        low_product_p, mlir.lower_fun(_on_gpu, multiple_results=False), platform
+    )
 
 
 @low_product_p.def_effectful_abstract_eval

@@ -1,7 +1,8 @@
-"""Find the values that may be rounded to the low dtype where they are made.
+"""Find the values that may be rounded where they are made, and those that may not.
 
 Products round their operands anyway. A value that only products read is therefore
-rounded as soon as it is made, and stored once, in half the bytes.
+rounded as soon as it is made, and stored once, in half the bytes. A product that is the
+gradient of a parameter, in a derivative rule, has a float32 result.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from jax.extend import core
 from optax_lossscale._autocast.choice import is_low
 from optax_lossscale._autocast.identity import free_sizes
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
-from optax_lossscale._autocast.policy import COMMUTES, Policy
-from optax_lossscale._autocast.values import is_move
+from optax_lossscale._autocast.policy import COMMUTES, MOVES, Policy
+from optax_lossscale._autocast.values import SUMS_OF_TWO, is_move
 from optax_lossscale._jaxprs import flagged_variables, scan_sizes
 
 
@@ -33,6 +34,26 @@ def read_by_products(
         by_products |= flagged_variables(equation.invars, flags)
         elsewhere |= flagged_variables(equation.invars, [not flag for flag in flags])
     return by_products - elsewhere
+
+
+def parts_of(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
+    """The variables that the flagged results of a program are sums or copies of."""
+    parts = flagged_variables(program.outvars, flags)
+    for equation in reversed(program.eqns):
+        outputs = [variable in parts for variable in equation.outvars]
+        if not any(outputs):
+            continue
+        name, nesting = equation.primitive.name, nesting_of(equation)
+        if nesting is not None and nesting.body is not None:
+            body = equation.params[nesting.body]
+            body = getattr(body, "jaxpr", body)
+            inside = parts_of(body, outputs)
+            inputs = [variable in inside for variable in body.invars]
+        else:
+            is_linear = name in MOVES | {*SUMS_OF_TWO, "neg", "mul", "div"}
+            inputs = [is_linear] * len(equation.invars)
+        parts |= flagged_variables(equation.invars, inputs)
+    return parts
 
 
 def _reads_for_products(

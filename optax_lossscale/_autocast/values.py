@@ -53,7 +53,7 @@ class Source(enum.IntEnum):
     """What a value is computed from: the greatest of what goes into it."""
 
     NUMBERS = 0  # Nothing that has a gradient.
-    ARGUMENTS = 1  # Arguments, in float32 throughout: a parameter, or `w / norm(w)`.
+    ARGUMENTS = 1  # Arguments in float32, and computed in it: `w`, or `w / norm(w)`.
     PRODUCTS = 2  # A product, an entry that was looked up, or anything else.
 
 
@@ -74,7 +74,9 @@ def identities(values: Sequence[Value]) -> list[Identity]:
 def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
     origin = Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT
-    return Value(array, origin, source=Source.ARGUMENTS)
+    is_wide = jnp.result_type(array) == jnp.float32
+    source = Source.ARGUMENTS if is_wide else Source.PRODUCTS
+    return Value(array, origin, source=source)
 
 
 def as_literal(number: Any, dtype: Any) -> Value:
