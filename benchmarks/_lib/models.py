@@ -179,9 +179,7 @@ class Decoder(nn.Module):
         else:
             x, project = self.split(embed(tokens)), None
         x, positions = nn.dtypes.promote_dtype(x, positions, dtype=self.dtype)
-        encoder = Encoder(
-            self.width, is_causal=True, dtype=self.dtype, project=project
-        )
+        encoder = Encoder(self.width, is_causal=True, dtype=self.dtype, project=project)
         x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
         return self.split(embed.attend(x))
 

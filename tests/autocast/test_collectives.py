@@ -193,7 +193,7 @@ def test_replicated_parameters_have_gradients_that_are_summed_in_float32(model, 
     loss, params, batch = model()
     compiled, *args = compile_gradient(ols.autocast(loss, level=level), params, batch)
     assert summed_over_devices(compiled) == {"f32"}
-    assert_close(compiled(*args), jax.grad(loss)(params, batch), 2e-2)
+    assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
 
 
 @pytest.mark.fast_every(3)
@@ -241,7 +241,8 @@ def test_a_sum_over_devices_overflows_no_earlier_than_float32():
     def loss(w, x):
         return jnp.sum((x @ w) * 200.0)
 
-    # Each of four devices has 200 * 200 = 40000, which float16 holds; the sum is 160000.
+    # Each of four devices has 200 * 200 = 40000, which float16 holds; their sum is
+    # 160000.
     batch = jnp.full((DEVICES, 2), 200.0)
     compiled, *args = compile_gradient(ols.autocast(loss), jnp.zeros((2, 2)), batch)
     np.testing.assert_array_equal(compiled(*args), jnp.full((2, 2), 160000.0))
@@ -274,4 +275,4 @@ def test_gradients_of_parameters_that_are_rounded_first_are_summed_in_float16(
     arrays = [array for arrays, _ in collectives_of(compiled) for array in arrays]
     in_float32 = {array.partition("{")[0] for array in arrays if "f32" in array}
     assert in_float32 == {"f32[16]"}
-    assert_close(compiled(*args), jax.grad(loss)(params, batch), 2e-2)
+    assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
