@@ -31,7 +31,7 @@ from _lib.tables import print_table, versions
 from optax_lossscale._checks import check_output_file
 
 DEVICES = {"cpu": 4, "tpu": 64, "cuda": 8}
-HEADS, WIDTH = 4, 512
+HEADS, WIDTH = 4, 256
 # Each device has a prime number of sequences, and other sizes are powers of two, so
 # that the sizes of activations, and no others, are multiples of it.
 SEQUENCES = 13
@@ -110,7 +110,7 @@ def spec_of(way: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 def make_case(way: str, mesh: Mesh, model: str) -> Case:
     """Makes a small GPT, split over a mesh."""
     by_row = NamedSharding(mesh, P("data"))
-    plan = Decoder(vocabulary=1024, length=128, width=WIDTH)
+    plan = Decoder(vocabulary=2048, length=128, width=WIDTH)
     tokens = jax.ShapeDtypeStruct(
         (SEQUENCES * mesh.shape["data"], plan.length), jnp.int32, sharding=by_row
     )
@@ -182,24 +182,40 @@ def collective_row(platform: str, way: str, kind: AxisType, model: str) -> Any:
 
 
 def collective_rows(platforms: list[str], kinds: list[AxisType]) -> list[Any]:
-    """Returns a row for each way and model; equal ones of several platforms are one."""
+    """Returns a row for each way and platform; models that send the same share one."""
+    return merged(
+        (way, platform, model, kind, collective_row(platform, way, kind, model))
+        for way in WAYS
+        for platform in platforms
+        for model in MODELS
+        for kind in kinds
+    )
+
+
+def merged(results: Iterable[tuple[str, str, str, AxisType, Any]]) -> list[Any]:
+    """Returns rows of way, platform, models and what they send.
+
+    Where only one kind of mesh gives this result, it is named behind the model.
+    """
     rows: dict[tuple[str, ...], Any] = {}
-    for way in WAYS:
-        for platform in platforms:
-            for model in MODELS:
-                for kind in kinds:
-                    result = collective_row(platform, way, kind, model)
-                    key = (way, platform, model, *result.values())
-                    rows.setdefault(key, ([], result))[0].append(kind.name.lower())
+    kinds: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
+    for way, platform, model, kind, result in results:
+        _, models = rows.setdefault((way, platform, *result.values()), (result, {}))
+        models.setdefault(model, []).append(kind.name.lower())
+        kinds[way, platform, model].append(kind.name.lower())
     return [
         {
             "way": way,
             "compiled for": f"{DEVICES[platform]} {DEVICE_NAMES[platform]}",
-            "model": model,
-            "mesh": " and ".join(names),
+            "model": "; ".join(
+                model
+                if found == kinds[way, platform, model]
+                else f"{model}, {found[0]} mesh"
+                for model, found in models.items()
+            ),
         }
         | result
-        for (way, platform, model, *_), (names, result) in rows.items()
+        for (way, platform, *_), (result, models) in rows.items()
     ]
 
 
