@@ -4,6 +4,9 @@ pip install -e '.[test,tpu-aot]'
 JAX_PLATFORMS=cpu python -m pytest tests/integration/test_tpu.py
 """
 
+import collections
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
