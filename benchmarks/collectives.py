@@ -160,14 +160,16 @@ def purpose_of(sent: Sent) -> str:
 
 def describe(arrays: Iterable[Sent]) -> str:
     """Returns the kinds, dtypes and megabytes of arrays, the most bytes first."""
-    total: collections.Counter[tuple[str, str]] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
     for sent in arrays:
-        total[sent.kind, sent.dtype] += sent.megabytes
-    most = total.most_common()
-    kinds = " and ".join(dict.fromkeys(kind for (kind, _), _ in most))
-    return ", ".join(f"{dtype} {size:.1f}" for (_, dtype), size in most) + (
-        f" ({kinds})" if kinds else ""
-    )
+        sizes[sent.dtype] += sent.megabytes
+        kinds[sent.kind] += sent.megabytes
+    if not sizes:
+        return ""
+    sent_by = " and ".join(kind for kind, _ in kinds.most_common())
+    listed = ", ".join(f"{dtype} {size:.1f}" for dtype, size in sizes.most_common())
+    return f"{listed} ({sent_by})"
 
 
 def collective_row(platform: str, way: str, kind: AxisType, model: str) -> Any:
@@ -193,30 +195,30 @@ def collective_rows(platforms: list[str], kinds: list[AxisType]) -> list[Any]:
 
 
 def merged(results: Iterable[tuple[str, str, str, AxisType, Any]]) -> list[Any]:
-    """Returns rows of way, platform, models and what they send.
-
-    Where only one kind of mesh gives this result, it is named behind the model.
-    """
+    """Returns rows of way, platform, models and what they send."""
     rows: dict[tuple[str, ...], Any] = {}
-    kinds: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
+    kinds: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     for way, platform, model, kind, result in results:
         _, models = rows.setdefault((way, platform, *result.values()), (result, {}))
-        models.setdefault(model, []).append(kind.name.lower())
-        kinds[way, platform, model].append(kind.name.lower())
+        models.setdefault(model, set()).add(kind.name.lower())
+        kinds[way, platform].add(kind.name.lower())
     return [
         {
             "way": way,
             "compiled for": f"{DEVICES[platform]} {DEVICE_NAMES[platform]}",
-            "model": "; ".join(
-                model
-                if found == kinds[way, platform, model]
-                else f"{model}, {found[0]} mesh"
-                for model, found in models.items()
-            ),
+            "model": named(models, kinds[way, platform]),
         }
         | result
         for (way, platform, *_), (result, models) in rows.items()
     ]
+
+
+def named(models: dict[str, set[str]], kinds: set[str]) -> str:
+    """Names models, and the kind of their mesh where only one has this result."""
+    groups: dict[str, list[str]] = collections.defaultdict(list)
+    for model, found in models.items():
+        groups["" if found == kinds else f" ({min(found)})"].append(model)
+    return "; ".join("; ".join(names) + mesh for mesh, names in groups.items())
 
 
 def step_programs(platform: str) -> dict[str, tuple[str, Tree]]:
