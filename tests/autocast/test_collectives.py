@@ -187,6 +187,7 @@ def summed_over_devices(compiled):
     return found
 
 
+@pytest.mark.fast_every(3)
 @every_level
 @every_model
 def test_replicated_parameters_have_gradients_that_are_summed_in_float32(model, level):
@@ -248,6 +249,7 @@ def test_a_sum_over_devices_overflows_no_earlier_than_float32():
     np.testing.assert_array_equal(compiled(*args), jnp.full((2, 2), 160000.0))
 
 
+@pytest.mark.fast_every(3)
 @every_level
 @pytest.mark.parametrize("is_split", [False, True])
 def test_gradients_of_parameters_that_are_rounded_first_are_summed_in_float16(
