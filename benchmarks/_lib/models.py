@@ -4,6 +4,7 @@ Each entry of `MODELS` makes a `Case`. Arrays are made only inside functions, so
 importing this file does not start JAX.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,12 +126,16 @@ class ConvNeXtBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Pre-norm transformer of `depth` blocks with a residual stream of `width`."""
+    """Pre-norm transformer of `depth` blocks with a residual stream of `width`.
+
+    `project` computes the products that lead back to the residual stream.
+    """
 
     width: int = 64
     depth: int = 2
     is_causal: bool = False
     dtype: Any = None
+    project: Any = None
 
     @nn.compact
     def __call__(self, x):
@@ -138,30 +143,71 @@ class Encoder(nn.Module):
         x = nn.Dense(self.width, dtype=self.dtype)(x)
         for _ in range(self.depth):
             y = nn.LayerNorm(dtype=self.dtype)(x)
-            x = x + nn.SelfAttention(4, dtype=self.dtype)(y, mask=mask)
+            attention = nn.SelfAttention(
+                4, dtype=self.dtype, out_dot_general=self.project
+            )
+            x = x + attention(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
             y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
-            x = x + nn.Dense(self.width, dtype=self.dtype)(y)
+            down = nn.Dense(self.width, dtype=self.dtype, dot_general=self.project)
+            x = x + down(y)
         return x
 
 
 class Decoder(nn.Module):
+    """A small GPT: the table of embeddings also gives the logits.
+
+    `sharding` splits the activations over a mesh. On an explicit mesh JAX must be told
+    the sharding of everything that a product or a look-up sums over devices.
+    """
+
+    vocabulary: int = 50
+    length: int = 32
+    width: int = 64
+    dtype: Any = None
+    sharding: Any = None
+
     @nn.compact
     def __call__(self, tokens):
-        embed = nn.Embed(50, 64)
-        positions = self.param("positions", nn.initializers.normal(0.02), (32, 64))
-        x = Encoder(is_causal=True)(embed(tokens) + positions)
-        return embed.attend(nn.LayerNorm()(x))
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        initializer = nn.initializers.normal(0.02)
+        positions = self.param("positions", initializer, (self.length, self.width))
+        is_explicit = self.sharding is not None and is_explicit_mesh(self.sharding.mesh)
+        if is_explicit:
+            x = embed.embedding.at[tokens].get(out_sharding=self.sharding)
+            project = functools.partial(lax.dot_general, out_sharding=self.sharding)
+        else:
+            x, project = self.split(embed(tokens)), None
+        x, positions = nn.dtypes.promote_dtype(x, positions, dtype=self.dtype)
+        encoder = Encoder(self.width, is_causal=True, dtype=self.dtype, project=project)
+        x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
+        return self.split(embed.attend(x))
+
+    def split(self, x):
+        """Returns an activation, split over the mesh if there is one."""
+        if self.sharding is None or is_explicit_mesh(self.sharding.mesh):
+            return x
+        return lax.with_sharding_constraint(x, self.sharding)
+
+
+def is_explicit_mesh(mesh: jax.sharding.Mesh) -> bool:
+    """Whether types of arrays carry their sharding over the mesh."""
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
+def next_token_loss(model: nn.Module) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns the loss of a decoder that predicts each token from those before it."""
+
+    def loss_fn(params, tokens):
+        logits = model.apply(params, tokens).astype(jnp.float32)
+        return cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+    return loss_fn
 
 
 def decoder() -> Case:
     model, tokens = Decoder(), make_tokens()
-
-    def loss_fn(params, tokens):
-        logits = model.apply(params, tokens)
-        return cross_entropy(logits[:, :-1], tokens[:, 1:])
-
-    return loss_fn, model.init(random_key(4), tokens), (tokens,)
+    return next_token_loss(model), model.init(random_key(4), tokens), (tokens,)
 
 
 class ViT(nnx.Module):

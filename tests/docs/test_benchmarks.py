@@ -109,6 +109,25 @@ def test_autocast_casts_every_product_and_each_operation_as_torch_or_says_why(tm
         assert row["torch"] == row["here"] or row["why"], row
 
 
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
+def test_by_autocast_gradients_cross_devices_in_float32(tmp_path):
+    path = tmp_path / "collectives.json"
+    command = [sys.executable, BENCHMARKS / "collectives.py", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    tables = json.loads(path.read_text())
+    for row in tables["The gradient"]:
+        is_low = row["model"].startswith(("Flax", "autocast, rounded"))
+        assert ("f16" in row["gradients, MB"]) == is_low, row
+    alone, plain, scaled = tables["The whole step"]
+    for column in ("gradients, MB", "parameters, MB", "activations, MB"):
+        assert alone[column] == plain[column] == scaled[column]
+    assert "f16" not in scaled["gradients, MB"]
+    assert plain["copies of a piece"] == scaled["copies of a piece"]
+    errors = {(row["gradient of"], row["model"]): row for row in tables["Error"]}
+    assert float(errors["one product", "autocast"]["on 8"]) < 1e-6
+    assert float(errors["one product", "Flax, dtype=float16"]["on 8"]) > 3e-4
+
+
 def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     path = tmp_path / "speed.json"
     command = [sys.executable, BENCHMARKS / "autocast_speed.py", "--json", path]
