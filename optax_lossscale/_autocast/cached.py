@@ -29,10 +29,15 @@ def evaluate_cached(
 
 
 def evaluate_product(
-    equation: Any, inputs: Sequence[Any], params: dict[str, Any], low: Any
+    equation: Any,
+    inputs: Sequence[Any],
+    copies: Sequence[Any],
+    params: dict[str, Any],
+    low: Any,
 ) -> Sequence[Any]:
     """The same for a product whose operands, if in float32, are rounded."""
-    return _evaluate(_product, equation, inputs, tuple(params.items()), low)
+    settings = tuple(params.items()), low, len(inputs)
+    return _evaluate(_product, equation, [*inputs, *copies], *settings)
 
 
 def evaluate_recomputed(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -69,9 +74,12 @@ def _operation(primitive: Any, items: tuple[Any, ...]) -> _Operation:
     return operation
 
 
-def _product(primitive: Any, items: tuple[Any, ...], low: Any) -> _Operation:
+def _product(
+    primitive: Any, items: tuple[Any, ...], low: Any, count: int
+) -> _Operation:
     def operation(*arrays: Any) -> Sequence[Any]:
-        return [low_product(primitive, arrays, low, dict(items))]
+        operands, copies = arrays[:count], arrays[count:]
+        return [low_product(primitive, operands, copies, low, dict(items))]
 
     return operation
 

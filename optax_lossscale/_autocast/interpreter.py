@@ -116,6 +116,7 @@ class _Frame:
         self.caller = caller
         self.values: dict[core.Var, Value] = {}
         self.casts: dict[tuple[core.Var, Any], Any] = {}
+        self.copies: dict[Any, Any] = {}
         self.to_round = read_by_products(program, policy, rounded)
         if rounded:
             self.to_round |= flagged_variables(program.outvars, rounded)
@@ -203,6 +204,8 @@ class _Frame:
         # Products of JAX round parameters themselves; see `products.py`.
         is_own = equation.primitive.name in LOW and choice.dtype == self.policy.dtype
         if is_own:
+            pairs = list(zip(equation.invars, operands, strict=True))
+            copies = [self._copy(atom, value) for atom, value in pairs[:2]]
             dtypes = [
                 None if x.source is Source.ARGUMENTS else dtype
                 for x, dtype in zip(operands, dtypes, strict=True)
@@ -220,8 +223,16 @@ class _Frame:
             is_wide = equation.outvars[0] in self.wide
             result = np.dtype(np.float32) if is_wide else choice.dtype
             params["preferred_element_type"] = result
-            return evaluate_product(equation, arrays, params, choice.dtype)
+            return evaluate_product(equation, arrays, copies, params, choice.dtype)
         return evaluate_cached(equation, arrays, params)
+
+    def _copy(self, atom: core.Var | core.Literal, value: Value) -> Any:
+        """The one low copy of a parameter for all products that read it, or None."""
+        if value.source is not Source.ARGUMENTS or not is_float32(atom):
+            return None
+        if atom not in self.copies:
+            self.copies[atom] = cast(value.array, self.policy.dtype)
+        return self.copies[atom]
 
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool

@@ -35,6 +35,7 @@ low_product_p = core.Primitive("low_product")
 def low_product(
     product: core.Primitive,
     operands: Sequence[Any],
+    copies: Sequence[Any],
     low: Any,
     params: dict[str, Any],
 ) -> Any:
@@ -43,6 +44,8 @@ def low_product(
     Args:
       product: The primitive, one of those in `LOW`.
       operands: The two factors, in the low dtype or in float32, and what else it reads.
+      copies: For each factor its rounded copy, or None. The product and its derivatives
+        then read this copy, so that devices that share a parameter gather it once.
       low: The low dtype.
       params: The parameters of the primitive. `preferred_element_type` is the dtype of
         the result, the low one or float32.
@@ -55,7 +58,24 @@ def low_product(
         return bind(product, operands, params)[0]
     avals = map(jax.typeof, operands)
     program = _program(product, low, tuple(params.items()), *avals)
-    return low_product_p.bind(*operands, jaxpr=program)
+    return _bind(program, operands, copies)
+
+
+def _bind(
+    jaxpr: core.ClosedJaxpr, operands: Sequence[Any], copies: Sequence[Any]
+) -> Any:
+    given = [copy for copy in copies if copy is not None]
+    copied = tuple(copy is not None for copy in copies)
+    return low_product_p.bind(*operands, *given, jaxpr=jaxpr, copied=copied)
+
+
+def _split(
+    operands: Sequence[Any], copied: Sequence[bool]
+) -> tuple[Sequence[Any], list[Any]]:
+    """The operands of a `low_product` without the copies, and the copies."""
+    count = len(operands) - sum(copied)
+    given = iter(operands[count:])
+    return operands[:count], [next(given) if flag else None for flag in copied]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,15 +102,22 @@ def _low_of(program: core.ClosedJaxpr) -> Any:
 
 
 def _as_written(
-    *operands: Any, jaxpr: core.ClosedJaxpr, wide_convolutions: bool = True
+    *operands: Any,
+    jaxpr: core.ClosedJaxpr,
+    copied: Sequence[bool],
+    wide_convolutions: bool = True,
 ) -> Any:
     """The same as several operations."""
     equation, low = _product_of(jaxpr), _low_of(jaxpr)
-    factors = [lax.convert_element_type(x, low) for x in operands[:2]]
+    wide, copies = _split(operands, copied)
+    factors = [
+        lax.convert_element_type(x, low) if copy is None else copy
+        for x, copy in zip(wide[:2], copies, strict=True)
+    ]
     params, primitive = dict(equation.params), equation.primitive
     if primitive.name == "conv_general_dilated" and not wide_convolutions:
         params["preferred_element_type"] = low
-    (result,) = bind(primitive, [*factors, *operands[2:]], params)
+    (result,) = bind(primitive, [*factors, *wide[2:]], params)
     return lax.convert_element_type(result, jaxpr.out_avals[0].dtype)
 
 
@@ -99,7 +126,7 @@ def _as_written(
 _on_gpu = functools.partial(_as_written, wide_convolutions=False)
 
 
-low_product_p.def_impl(jax.jit(_as_written, static_argnames="jaxpr"))
+low_product_p.def_impl(jax.jit(_as_written, static_argnames=("jaxpr", "copied")))
 mlir.register_lowering(
     low_product_p, mlir.lower_fun(_as_written, multiple_results=False)
 )
@@ -109,9 +136,11 @@ for _platform in ("cuda", "rocm"):
     )
 
 
-def _abstract(*avals: Any, jaxpr: core.ClosedJaxpr) -> Any:
-    equation, avals = _product_of(jaxpr), _in(_low_of(jaxpr), avals)
-    return equation.primitive.abstract_eval(*avals, **equation.params)
+def _abstract(*given: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool]) -> Any:
+    equation, (avals, _) = _product_of(jaxpr), _split(given, copied)
+    return equation.primitive.abstract_eval(
+        *_in(_low_of(jaxpr), avals), **equation.params
+    )
 
 
 low_product_p.def_effectful_abstract_eval(_abstract)
@@ -123,29 +152,45 @@ def _in(dtype: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: core.ClosedJaxpr
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: core.ClosedJaxpr,
+    copied: Sequence[bool],
 ) -> tuple[Any, Any]:
-    """The rule of a product: the sum over the factors, each with its tangent."""
-    terms = [
-        low_product_p.bind(*primals[:i], tangent, *primals[i + 1 :], jaxpr=jaxpr)
-        for i, tangent in enumerate(tangents[:2])
-        if not isinstance(tangent, ad.Zero)
-    ]
-    return low_product_p.bind(*primals, jaxpr=jaxpr), functools.reduce(lax.add, terms)
+    """The rule of a product: the sum over the factors, each with its tangent.
+
+    The copies have none, because their factors have it.
+    """
+    operands, copies = _split(primals, copied)
+    terms = []
+    for i, tangent in enumerate(tangents[:2]):
+        if not isinstance(tangent, ad.Zero):
+            factors, others = list(operands), list(copies)
+            factors[i], others[i] = tangent, None
+            terms.append(_bind(jaxpr, factors, others))
+    result = _bind(jaxpr, operands, copies)
+    if terms:
+        return result, functools.reduce(lax.add, terms)
+    return result, lax.full_like(result, 0)
 
 
 ad.primitive_jvps[low_product_p] = _tangent
 
 
-def _transpose(cotangent: Any, *operands: Any, jaxpr: core.ClosedJaxpr) -> list[Any]:
+def _transpose(
+    cotangent: Any, *operands: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool]
+) -> list[Any]:
     """The gradient for the one factor of which the product is a linear function."""
-    (place,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     results: list[Any] = [None] * len(operands)
+    factors, copies = _split(operands, copied)
+    (place,) = (i for i, x in enumerate(factors) if ad.is_undefined_primal(x))
     if not isinstance(cotangent, ad.Zero):
-        aval = operands[place].aval
-        given = [cotangent, *(x for i, x in enumerate(operands) if i != place)]
+        aval = factors[place].aval
+        given = [cotangent, *(x for i, x in enumerate(factors) if i != place)]
         program = _transposed(jaxpr, place, aval, *map(jax.typeof, given))
-        results[place] = _evaluate(program, given, jaxpr, aval.dtype)
+        others = [None, copies[1 - place]]
+        results[place] = _evaluate(program, given, others, jaxpr, aval.dtype)
     return results
 
 
@@ -182,32 +227,59 @@ def _in_float32(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
 def _evaluate(
     program: core.ClosedJaxpr,
     operands: Sequence[Any],
+    copies: Sequence[Any],
     jaxpr: core.ClosedJaxpr,
     dtype: Any,
 ) -> Any:
-    """Evaluates moves and a product as low as that in `jaxpr`, with a result dtype."""
-    values = dict(zip(program.jaxpr.invars, operands, strict=True))
+    """Evaluates moves and a product as low as that in `jaxpr`, with a result dtype.
+
+    The copies of the first two operands are moved as these are.
+    """
+    # For each variable its array, and the copy of this array or None.
+    arrays = dict(zip(program.jaxpr.invars, operands, strict=True))
+    moved = dict(zip(program.jaxpr.invars[:2], copies, strict=True))
     for equation in program.jaxpr.eqns:
-        inputs = [
-            x.val if isinstance(x, core.Literal) else values[x] for x in equation.invars
-        ]
+        inputs, low_inputs = (
+            [
+                x.val if isinstance(x, core.Literal) else given(x)
+                for x in equation.invars
+            ]
+            for given in (arrays.__getitem__, moved.get)
+        )
         params, primitive = dict(equation.params), equation.primitive
+        low_outputs: list[Any] = [None] * len(equation.outvars)
         if primitive.name in LOW:
             params["preferred_element_type"] = dtype
-            outputs = [low_product(primitive, inputs, _low_of(jaxpr), params)]
+            low = _low_of(jaxpr)
+            outputs = [low_product(primitive, inputs, low_inputs[:2], low, params)]
         else:
             outputs = list(bind(primitive, inputs, params))
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return values[program.jaxpr.outvars[0]]
+            if all(x is not None for x in low_inputs):
+                low_outputs = list(bind(primitive, low_inputs, params))
+        arrays.update(zip(equation.outvars, outputs, strict=True))
+        moved.update(zip(equation.outvars, low_outputs, strict=True))
+    return arrays[program.jaxpr.outvars[0]]
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[Any], *, jaxpr: core.ClosedJaxpr
+    operands: Sequence[Any],
+    axes: Sequence[Any],
+    *,
+    jaxpr: core.ClosedJaxpr,
+    copied: Sequence[bool],
 ) -> tuple[Any, int]:
     """The product of batches of factors."""
+    (operands, copies), (axes, axes_of_copies) = (
+        _split(some, copied) for some in (operands, axes)
+    )
     axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
+    copies = [
+        copy if axis == other else None
+        for copy, axis, other in zip(copies, axes_of_copies, axes[:2], strict=True)
+    ]
     program, axis = _batched(jaxpr, axes, *map(jax.typeof, operands))
-    return _evaluate(program, operands, jaxpr, jaxpr.out_avals[0].dtype), axis
+    dtype = jaxpr.out_avals[0].dtype
+    return _evaluate(program, operands, copies, jaxpr, dtype), axis
 
 
 batching.primitive_batchers[low_product_p] = _batch
@@ -232,10 +304,12 @@ def _batched(
 
 
 def _jet(
-    primals: Sequence[Any], series: Sequence[Any], *, jaxpr: core.ClosedJaxpr
+    primals: Sequence[Any], series: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     """The Taylor series of a product."""
-    function = functools.partial(_as_written, jaxpr=jaxpr)
+    copied = params.pop("copied")
+    (primals, _), (series, _) = (_split(some, copied) for some in (primals, series))
+    function = functools.partial(_as_written, copied=(False, False), **params)
     result, out_series = jet.jet(function, primals, series, factorial_scaled=False)
     return result, out_series
 
