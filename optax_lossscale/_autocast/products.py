@@ -82,13 +82,12 @@ def _split(
 def _program(
     product: core.Primitive, low: Any, items: tuple[Any, ...], *avals: Any
 ) -> core.ClosedJaxpr:
-    """Two casts and a product, which a `low_product` stands for."""
+    """The product of the rounded factors, as a program."""
 
     def apply(*operands: Any) -> Any:
-        factors = [lax.convert_element_type(x, low) for x in operands[:2]]
-        return bind(product, [*factors, *operands[2:]], dict(items))[0]
+        return bind(product, operands, dict(items))[0]
 
-    return jax.make_jaxpr(apply)(*avals)
+    return jax.make_jaxpr(apply)(*_in(low, avals))
 
 
 def _product_of(program: core.ClosedJaxpr) -> Any:

@@ -252,7 +252,7 @@ def test_each_product_in_float32_is_shown_with_its_own_reason(capsys):
     def mixed(x):
         dimensions = (((1,), (0,)), ((), ()))
         return jax.lax.dot_general(
-            x, W.astype(jnp.float16), dimensions, preferred_element_type=jnp.float32
+            x, W.astype(jnp.bfloat16), dimensions, preferred_element_type=jnp.float32
         )
 
     assert why(rows_of(capsys, outer, X), "dot_general") == ["an outer product"]

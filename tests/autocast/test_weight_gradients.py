@@ -476,7 +476,7 @@ def test_results_of_full_precision_functions_are_rounded_for_products():
     program = jax.make_jaxpr(ols.autocast(fun))(W, X)
     found = equations_of(program)
     (last,) = [e for e in found if e.primitive.name == "low_product"]
-    assert [str(v.aval.dtype) for v in last.invars] == ["float16", "float32"]
+    assert [str(v.aval.dtype) for v in last.invars[:2]] == ["float16", "float32"]
 
 
 def test_an_autocast_function_inside_another_keeps_its_dtype():
