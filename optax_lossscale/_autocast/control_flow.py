@@ -116,12 +116,16 @@ class Call(NamedTuple):
         ]
 
     def trace_declared(
-        self, closed: core.ClosedJaxpr, operands: Sequence[Value]
+        self,
+        closed: core.ClosedJaxpr,
+        operands: Sequence[Value],
+        wide: Sequence[bool] = (),
     ) -> core.ClosedJaxpr:
         """Traces the evaluation of a program whose results keep their dtypes."""
 
         def apply(inputs: list[Value]) -> list[Any]:
-            outputs = [x.array for x in self.run(closed, inputs, self.policy)]
+            values = self.run(closed, inputs, self.policy, wide=wide)
+            outputs = [value.array for value in values]
             return as_declared(closed.jaxpr.outvars, outputs)
 
         return _traced(apply, operands)
@@ -289,7 +293,7 @@ def while_loop(call: Call) -> list[Value]:
         cond_jaxpr=call.trace_declared(
             params["cond_jaxpr"], [*constants[:first], *carried]
         ),
-        body_jaxpr=call.trace_declared(body, [*constants[first:], *carried]),
+        body_jaxpr=call.trace_declared(body, [*constants[first:], *carried], call.wide),
     )
     return as_computed(outputs)
 
@@ -300,7 +304,9 @@ def cond(call: Call) -> list[Value]:
     Not by `lax.switch`, which would forget the platforms of the branches.
     """
     operands = call.operands[1:]
-    branches = [call.trace_declared(x, operands) for x in call.params["branches"]]
+    branches = [
+        call.trace_declared(x, operands, call.wide) for x in call.params["branches"]
+    ]
     return as_computed(call.bind(call.arrays, branches=tuple(branches)))
 
 
@@ -314,7 +320,7 @@ def shard_map(call: Call) -> list[Value]:
 
     def body(*arrays: Any) -> list[Any]:
         inputs = values_like(call.operands, arrays)
-        values = call.run(closed, inputs, call.policy)
+        values = call.run(closed, inputs, call.policy, wide=call.wide)
         results[:] = _without_arrays(values)
         return [value.array for value in values]
 

@@ -73,8 +73,9 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
       modules. Other arguments pass through. So do modules of `flax.nnx` and
       `flax.linen`, with their parameters, what `fun` is bound to and what it closes
       over: pass such arrays as arguments.
-    * *Masks.* A float32 argument, or a number such as -1e9, that is beyond the range
-      of the low dtype becomes the largest number of its sign instead of infinite.
+    * *Masks.* An argument of the function under `autocast`, or a number such as -1e9,
+      that is beyond the range of the low dtype becomes the largest number of its sign
+      instead of infinite. Other inputs become infinite.
     * *Results* in the low dtype count as float32 again, as those of a product do, if
       an input was cast. The next product reads them without a cast. Results of other
       dtypes keep them.

@@ -41,8 +41,8 @@ POWERS = words("integer_pow pow square")
 MOVES = words(
     "all_gather all_to_all broadcast_in_dim concatenate copy dynamic_slice "
     "dynamic_update_slice gather name optimization_barrier pad ppermute pvary reshape "
-    "reshard rev select_n sharding_constraint slice split squeeze stop_gradient "
-    "transpose"
+    "reshard rev select_n sharding_constraint slice split squeeze stack stop_gradient "
+    "tile transpose unstack"
 )
 # Operations that commute with rounding: rounding their operands or their results gives
 # the same.

@@ -10,7 +10,8 @@ dtype. So rounding and product are one operation here, `low_product`:
     gradient for y     = low_product(x, gradient), in the dtype of y
 
 All its derivatives are of the same kind, so this holds for derivatives of any order. It
-costs nothing: hardware adds up the products of low numbers in float32 anyway.
+costs nothing: hardware adds up the products of low numbers in float32 anyway. A factor
+may come with its rounded copy, which is then read instead of rounding it again.
 """
 
 import functools
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import jet
+from jax.experimental import checkify, jet
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -44,8 +45,8 @@ def low_product(
     Args:
       product: The primitive, one of those in `LOW`.
       operands: The two factors, in the low dtype or in float32, and what else it reads.
-      copies: For each factor its rounded copy, or None. The product and its derivatives
-        then read this copy, so that devices that share a parameter gather it once.
+      copies: For each factor its rounded copy, or None. Forward and backward pass then
+        read the same copy, so that devices that share a parameter gather it once.
       low: The low dtype.
       params: The parameters of the primitive. `preferred_element_type` is the dtype of
         the result, the low one or float32.
@@ -187,7 +188,7 @@ def _transpose(
     if not isinstance(cotangent, ad.Zero):
         aval = factors[place].aval
         given = [cotangent, *(x for i, x in enumerate(factors) if i != place)]
-        program = _transposed(jaxpr, place, aval, *map(jax.typeof, given))
+        program = _transposed(jaxpr, place, _setting(), aval, *map(jax.typeof, given))
         others = [None, copies[1 - place]]
         results[place] = _evaluate(program, given, others, jaxpr, aval.dtype)
     return results
@@ -198,11 +199,12 @@ ad.primitive_transposes[low_product_p] = _transpose
 
 @functools.lru_cache(maxsize=4096)
 def _transposed(
-    jaxpr: core.ClosedJaxpr, place: int, factor: Any, *avals: Any
+    jaxpr: core.ClosedJaxpr, place: int, setting: Any, factor: Any, *avals: Any
 ) -> core.ClosedJaxpr:
     """The transpose of a product for one factor, as a program for float32.
 
-    `avals` are those of the cotangent, of the other factor and of the rest.
+    `setting` is part of the key only; `avals` are those of the cotangent, of the other
+    factor and of the rest.
     """
     apply = _in_float32(jaxpr)
 
@@ -214,6 +216,11 @@ def _transposed(
         return jax.linear_transpose(of_factor, factor_aval)(cotangent)[0]
 
     return jax.make_jaxpr(pull_back)(*_in(jnp.float32, avals))
+
+
+def _setting() -> Any:
+    """The setting of JAX that a product without a precision reads when it is traced."""
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
 def _in_float32(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
@@ -276,7 +283,7 @@ def _batch(
         copy if axis == other else None
         for copy, axis, other in zip(copies, axes_of_copies, axes[:2], strict=True)
     ]
-    program, axis = _batched(jaxpr, axes, *map(jax.typeof, operands))
+    program, axis = _batched(jaxpr, axes, _setting(), *map(jax.typeof, operands))
     dtype = jaxpr.out_avals[0].dtype
     return _evaluate(program, operands, copies, jaxpr, dtype), axis
 
@@ -286,7 +293,7 @@ batching.primitive_batchers[low_product_p] = _batch
 
 @functools.lru_cache(maxsize=4096)
 def _batched(
-    jaxpr: core.ClosedJaxpr, axes: tuple[int | None, ...], *avals: Any
+    jaxpr: core.ClosedJaxpr, axes: tuple[int | None, ...], setting: Any, *avals: Any
 ) -> tuple[core.ClosedJaxpr, int]:
     """A product of batches, as a program for float32, and the batch axis of its result.
 
@@ -315,6 +322,12 @@ def _jet(
 
 _rules: dict[core.Primitive, Any] = jet.jet_rules
 _rules[low_product_p] = _jet
+
+# `checkify` looks for NaN in the results of a product, and has no public table.
+_checks = checkify.checkify.__globals__.get("error_checks", {})
+if isinstance(_checks.get(core.primitives.dot_general_p), functools.partial):
+    _check = _checks[core.primitives.dot_general_p].func
+    _checks[low_product_p] = functools.partial(_check, low_product_p)
 
 
 _RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "host")(

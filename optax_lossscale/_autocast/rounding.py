@@ -13,9 +13,16 @@ from jax.extend import core
 from optax_lossscale._autocast.choice import is_low
 from optax_lossscale._autocast.identity import free_sizes
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
-from optax_lossscale._autocast.policy import COMMUTES, MOVES, Policy
-from optax_lossscale._autocast.values import SUMS_OF_TWO, is_move
+from optax_lossscale._autocast.policy import COMMUTES, MOVES, Policy, words
+from optax_lossscale._autocast.values import is_move
 from optax_lossscale._jaxprs import flagged_variables, scan_sizes
+
+# Operations whose results are gradients of parameters if their operands are parts of
+# these: sums, moves, and changes of single entries.
+_KEEP_PARTS = MOVES | words(
+    "add add_any clamp convert_element_type cumsum div max min mul neg psum "
+    "psum_invariant reduce_sum scatter scatter-add sub"
+)
 
 
 def read_by_products(
@@ -37,7 +44,7 @@ def read_by_products(
 
 
 def parts_of(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
-    """The variables that the flagged results of a program are sums or copies of."""
+    """The variables that the flagged results of a program consist of."""
     parts = flagged_variables(program.outvars, flags)
     for equation in reversed(program.eqns):
         outputs = [variable in parts for variable in equation.outvars]
@@ -50,8 +57,7 @@ def parts_of(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
             inside = parts_of(body, outputs)
             inputs = [variable in inside for variable in body.invars]
         else:
-            is_linear = name in MOVES | {*SUMS_OF_TWO, "neg", "mul", "div"}
-            inputs = [is_linear] * len(equation.invars)
+            inputs = [name in _KEEP_PARTS] * len(equation.invars)
         parts |= flagged_variables(equation.invars, inputs)
     return parts
 

@@ -109,10 +109,11 @@ def autocast(
     * *Gradients* of float32 parameters are float32 sums. The product that gives one has
       operands in the low dtype and a float32 result, and this result is summed over
       devices, over the steps of a loop and over several uses of a parameter. So it is
-      for a parameter that is moved or scaled before the product. There is one
-      exception. GPUs have no convolution with a float32 result; if a sharded `jit`
-      distributes one over several GPUs, its weight gradient is summed over them in the
-      low dtype. (Inside `pmap` and `shard_map` it is summed in float32.)
+      for a weight that is computed from parameters without a product, a loop or a
+      branch, such as `w / norm(w)`. There is one exception. GPUs have no convolution
+      with a float32 result; if a sharded `jit` distributes one over several GPUs, its
+      weight gradient is summed over them in the low dtype. (Inside `pmap` and
+      `shard_map` it is summed in float32.)
     * *Dtypes.* float64, complex, integer, bool and key arrays pass through. Loop
       carries and branch results keep their dtypes, and so do the results of the
       function.
@@ -126,7 +127,7 @@ def autocast(
     outside the range of the dtype, such as `x + 1e-8`. Data are rounded too: beyond
     65504 they become infinite in products, and end at 65504 in sums. The gradient of a
     float16 value is rounded to float16, so that of `log(p + 1e-8)` may overflow at 0.
-    So is the gradient of a weight that is computed from parameters, say normalized.
+    So is the gradient of a weight that is computed from parameters, even as `-w`.
     To compute the whole loss function in float32, as MindSpore and apex do, wrap only
     the model in `autocast`. Normalization layers are recognized by the name of their
     class, their function or a `jax.named_scope`. Mark any other part that should stay

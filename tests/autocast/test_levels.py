@@ -102,3 +102,14 @@ def test_scalars_stay_in_float32(level):
     cast = ols.autocast(lambda s, t: (s * 2.0, s * t), level=level)
     double, product = cast(jnp.float32(1e5), jnp.float32(1e-9))
     np.testing.assert_allclose([double, product], [2e5, 1e-4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("move", [jnp.stack, lambda x: jnp.tile(x[0], (2, 1)), list])
+def test_activations_that_are_stacked_or_repeated_stay_in_float16(move):
+    def fun(w, x):
+        h = x @ w
+        return jax.tree.map(lambda h: h.astype(jnp.float16), move([h, h]))
+
+    program = jax.make_jaxpr(ols.autocast(fun))(W, X)
+    casts = [e for e in equations_of(program) if e.outvars[0].aval.dtype == jnp.float32]
+    assert not casts

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
+from jax.experimental import checkify
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -202,12 +203,48 @@ COMPUTED = [
     lambda w, x: x @ jax.nn.relu(w),
     lambda w, x: x @ jnp.tril(w),
     with_noise,
+    lambda w, x: x @ jnp.tile(w, (1, 2)),
+    lambda w, x: x @ jnp.stack([w, w])[1],
+    lambda w, x: x @ next(iter(w.reshape(2, 4, 5))).repeat(2, 0),
 ]
 
 
 @pytest.mark.parametrize("fun", COMPUTED)
 def test_the_gradient_of_a_weight_that_is_computed_from_arguments_is_exact(fun):
     assert_exact(fun, W, X)
+
+
+RULES = {
+    "a branch": lambda x, ct: lax.cond(True, lambda: x.T @ ct, lambda: x.T @ ct),
+    "a sum of a map": lambda x, ct: lax.map(
+        lambda pair: pair[0].T @ pair[1],
+        (x.reshape(4, 16, 8), ct.reshape(4, 16, 5)),
+    ).sum(0),
+    "a mean": lambda x, ct: 2.0 * jnp.stack([x.T @ ct, x.T @ -ct * 3.0]).mean(0),
+    "a clip": lambda x, ct: jnp.clip(x.T @ ct, -1e9, 1e9),
+    "a changed entry": lambda x, ct: (x.T @ ct).at[0, 1].set(1.0),
+    "a loop": lambda x, ct: lax.while_loop(
+        lambda state: state[0] < 1,
+        lambda state: (state[0] + 1, state[1] + x.T @ ct),
+        (0, jnp.zeros((8, 5))),
+    )[1],
+}
+
+
+@pytest.mark.fast_every(2)
+@pytest.mark.parametrize("name", RULES)
+def test_a_weight_gradient_is_exact_in_a_derivative_rule_with(name):
+    @jax.custom_vjp
+    def fun(w, x):
+        return x @ w
+
+    fun.defvjp(
+        lambda w, x: (x @ w, (w, x)),
+        lambda saved, ct: (RULES[name](saved[1], ct), ct @ saved[0].T),
+    )
+    assert_exact(fun, W, X)
+    if name == "a clip":  # JAX sums over the batch after the rule.
+        assert_exact(jax.vmap(fun, (None, 0)), W, X.reshape(4, 16, 8))
 
 
 def test_a_tied_table_that_is_looked_up_and_multiplied_has_an_exact_gradient():
@@ -477,6 +514,29 @@ def test_results_of_full_precision_functions_are_rounded_for_products():
     found = equations_of(program)
     (last,) = [e for e in found if e.primitive.name == "low_product"]
     assert [str(v.aval.dtype) for v in last.invars[:2]] == ["float16", "float32"]
+
+
+def test_checkify_finds_a_nan_that_a_product_makes():
+    def fun(w, x):
+        return x @ w
+
+    w, x = W.at[0, 0].set(0.0), X.at[0, 0].set(jnp.inf)
+    checked = checkify.checkify(jax.jit(ols.autocast(fun)), checkify.nan_checks)
+    assert "nan generated" in checked(w, x)[0].get()
+
+
+def test_the_precision_of_a_backward_product_is_that_of_its_own_context():
+    def precisions(setting):
+        def grad(w, x, cotangent):
+            pull_back = jax.vjp(ols.autocast(lambda w, x: x @ w), w, x)[1]
+            with jax.default_matmul_precision(setting):
+                return pull_back(cotangent)
+
+        args = integers(7, 5), integers(11, 7), integers(11, 5)
+        return str(jax.make_jaxpr(grad)(*args)).count("HIGHEST")
+
+    assert precisions("highest") > 0
+    assert precisions("default") == 0
 
 
 def test_an_autocast_function_inside_another_keeps_its_dtype():
