@@ -63,8 +63,12 @@ def autocast_o2(loss_of: Callable[[Any], Loss]) -> Loss:
 
 def autocast_low_sums(loss_of: Callable[[Any], Loss]) -> Loss:
     """Rounds the parameters first, so that their gradients are float16 as well."""
-    loss_fn = ols.autocast(loss_of(None))
-    return lambda params, batch: loss_fn(ols.cast_params(params), batch)
+    loss_fn = loss_of(None)
+
+    def of_rounded(params: Tree, batch: jax.Array) -> jax.Array:
+        return loss_fn(optax.tree.cast(ols.cast_params(params), jnp.float32), batch)
+
+    return ols.autocast(of_rounded)
 
 
 # Each takes a function that makes the loss of a Flax model with this `dtype`.

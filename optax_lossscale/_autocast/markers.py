@@ -85,7 +85,7 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
       bodies run as they are written.
 
     Args:
-      fun: Any function, or a method where it is defined.
+      fun: Any function; as a decorator, also a method.
 
     Returns:
       A function with the same signature.

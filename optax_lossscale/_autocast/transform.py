@@ -114,9 +114,10 @@ def autocast(
       with a float32 result; if a sharded `jit` distributes one over several GPUs, its
       weight gradient is summed over them in the low dtype. (Inside `pmap` and
       `shard_map` it is summed in float32.)
-    * *Dtypes.* float64, complex, integer, bool and key arrays pass through. Loop
-      carries and branch results keep their dtypes, and so do the results of the
-      function.
+    * *Dtypes.* Only float32 arrays are cast. What your code makes float16 stays float16,
+      even in an exponential. float64, complex, integer, bool and key arrays pass
+      through. Loop carries and branch results keep their dtypes, and so do the results
+      of the function.
     * *Functions with their own derivative rules* keep these rules.
     * *Rounding.* If a rounded value is read in float32 in the same program, XLA for GPU
       may leave out the rounding. The value is then more precise.

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -267,12 +268,8 @@ def test_gradients_of_parameters_that_are_rounded_first_are_summed_in_float16(
     batch = normal(0, DEVICES * ROWS, 8)
 
     @ols.autocast(level=level)
-    def cast_loss(params, x):
-        with jax.numpy_dtype_promotion("standard"):
-            return loss(params, x)
-
     def of_rounded(params, batch):
-        return cast_loss(ols.cast_params(params), batch)
+        return loss(optax.tree.cast(ols.cast_params(params), jnp.float32), batch)
 
     compiled, *args = compile_gradient(of_rounded, params, batch, is_split=is_split)
     assert summed_over_devices(compiled) == {"f16", "f32"}

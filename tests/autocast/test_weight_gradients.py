@@ -545,3 +545,9 @@ def test_an_autocast_function_inside_another_keeps_its_dtype():
     products = [e for e in equations_of(program) if e.primitive.name in PRODUCTS]
     dtypes = {tuple(str(v.aval.dtype) for v in e.invars) for e in products}
     assert dtypes == {("bfloat16", "bfloat16")} != {HALF}
+
+
+def test_bfloat16_gradients_of_every_shape_run_on_a_cpu():
+    cast = functools.partial(ols.autocast, dtype=jnp.bfloat16)
+    for shape in ((64, 8), (8, 8, 8), (2, 4, 8, 8)):
+        assert_exact(lambda w, x: x @ w, W, integers(*shape), wrap=cast)
