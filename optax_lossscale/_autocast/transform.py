@@ -114,7 +114,7 @@ def autocast(
       with a float32 result; if a sharded `jit` distributes one over several GPUs, its
       weight gradient is summed over them in the low dtype. (Inside `pmap` and
       `shard_map` it is summed in float32.)
-    * *Dtypes.* Only float32 arrays are cast. What your code makes float16 stays float16,
+    * *Dtypes.* Only float32 arrays are cast. What your code makes float16 stays so,
       even in an exponential. float64, complex, integer, bool and key arrays pass
       through. Loop carries and branch results keep their dtypes, and so do the results
       of the function.
