@@ -151,8 +151,9 @@ low_product_p.def_effectful_abstract_eval(_abstract)
 
 
 def _in(dtype: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
-    """The same avals, with the factors in another dtype."""
-    return *(aval.update(dtype=dtype) for aval in avals[:2]), *avals[2:]
+    """The same avals, with the factors in another dtype, which is not a weak one."""
+    factors = (aval.update(dtype=dtype, weak_type=False) for aval in avals[:2])
+    return *factors, *avals[2:]
 
 
 def _tangent(

@@ -74,7 +74,7 @@ def identities(values: Sequence[Value]) -> list[Identity]:
 def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
     origin = Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT
-    is_wide = jnp.result_type(array) == jnp.float32
+    is_wide = jax.typeof(array).dtype == jnp.float32
     source = Source.ARGUMENTS if is_wide else Source.PRODUCTS
     return Value(array, origin, source=source)
 
