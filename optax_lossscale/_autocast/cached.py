@@ -34,9 +34,10 @@ def evaluate_product(
     copies: Sequence[Any],
     params: dict[str, Any],
     low: Any,
+    stand_in: tuple[bool, ...],
 ) -> Sequence[Any]:
     """The same for a product whose operands, if in float32, are rounded."""
-    settings = tuple(params.items()), low, len(inputs)
+    settings = tuple(params.items()), low, len(inputs), stand_in
     return _evaluate(_product, equation, [*inputs, *copies], *settings)
 
 
@@ -75,11 +76,15 @@ def _operation(primitive: Any, items: tuple[Any, ...]) -> _Operation:
 
 
 def _product(
-    primitive: Any, items: tuple[Any, ...], low: Any, count: int
+    primitive: Any,
+    items: tuple[Any, ...],
+    low: Any,
+    count: int,
+    stand_in: tuple[bool, ...],
 ) -> _Operation:
     def operation(*arrays: Any) -> Sequence[Any]:
         operands, copies = arrays[:count], arrays[count:]
-        return [low_product(primitive, operands, copies, low, dict(items))]
+        return [low_product(primitive, operands, copies, low, dict(items), stand_in)]
 
     return operation
 

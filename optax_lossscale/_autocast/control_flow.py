@@ -18,6 +18,7 @@ from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
     OF_MASKS,
+    OF_PARAMETERS,
     Origin,
     Source,
     Value,
@@ -228,7 +229,7 @@ def scan(call: Call) -> list[Value]:
         Value(cast(operand.array, call.policy.dtype), operand.origin)
         if variable in by_products
         and is_float32(variable)
-        and operand.source is not Source.ARGUMENTS
+        and operand.source not in OF_PARAMETERS
         else operand
         for operand, variable in zip(
             call.operands[first + size :], variables[first + size :], strict=True

@@ -16,7 +16,12 @@ from jax.extend import core
 from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
 from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import Source, Value, as_declared, cast
+from optax_lossscale._autocast.values import (
+    OF_PARAMETERS,
+    Value,
+    as_declared,
+    cast,
+)
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 
@@ -112,7 +117,7 @@ def custom_vjp(call: Call) -> list[Value]:
                 )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
-            wide = [call.operands[i].source is Source.ARGUMENTS for i in places]
+            wide = [call.operands[i].source in OF_PARAMETERS for i in places]
             values = run(traced, inputs, policy, wide=wide, rule="backward")
             for i, value in zip(places, values, strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])

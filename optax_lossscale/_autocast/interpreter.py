@@ -33,6 +33,7 @@ from optax_lossscale._autocast.policy import LOW, SENSITIVE, Policy
 from optax_lossscale._autocast.rounding import parts_of, read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
+    OF_PARAMETERS,
     OF_PRODUCTS,
     SUMS_OF_TWO,
     Origin,
@@ -206,8 +207,10 @@ class _Frame:
         if is_own:
             pairs = list(zip(equation.invars, operands, strict=True))
             copies = [self._copy(atom, value) for atom, value in pairs[:2]]
+            # A parameter is kept anyway, and what is computed from one is not.
+            stand_in = tuple(x.source is Source.ARGUMENTS for x in operands[:2])
             dtypes = [
-                None if x.source is Source.ARGUMENTS else dtype
+                None if x.source in OF_PARAMETERS else dtype
                 for x, dtype in zip(operands, dtypes, strict=True)
             ]
         arrays = [
@@ -223,12 +226,14 @@ class _Frame:
             is_wide = equation.outvars[0] in self.wide
             result = np.dtype(np.float32) if is_wide else choice.dtype
             params["preferred_element_type"] = result
-            return evaluate_product(equation, arrays, copies, params, choice.dtype)
+            return evaluate_product(
+                equation, arrays, copies, params, choice.dtype, stand_in
+            )
         return evaluate_cached(equation, arrays, params)
 
     def _copy(self, atom: core.Var | core.Literal, value: Value) -> Any:
         """The one low copy of a parameter for all products that read it, or None."""
-        if value.source is not Source.ARGUMENTS or not is_float32(atom):
+        if value.source not in OF_PARAMETERS or not is_float32(atom):
             return None
         if atom not in self.copies:
             self.copies[atom] = cast(value.array, self.policy.dtype)
@@ -257,12 +262,12 @@ class _Frame:
         results = []
         for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
             is_argument = value.origin in OF_ARGUMENTS or (
-                value.source is Source.ARGUMENTS
+                value.source in OF_PARAMETERS
             )
             if flag and is_float32(variable) and not is_argument:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
-            if is_low and value.source is Source.ARGUMENTS:
+            if is_low and value.source in OF_PARAMETERS:
                 value = value._replace(source=Source.PRODUCTS)
             if value.origin in OF_PRODUCTS and not is_low:
                 value = value._replace(origin=Origin.COMPUTED)

@@ -39,6 +39,7 @@ def low_product(
     copies: Sequence[Any],
     low: Any,
     params: dict[str, Any],
+    stand_in: tuple[bool, ...] = (False, False),
 ) -> Any:
     """Applies a product to operands, of which those in float32 are rounded.
 
@@ -50,6 +51,8 @@ def low_product(
       low: The low dtype.
       params: The parameters of the primitive. `preferred_element_type` is the dtype of
         the result, the low one or float32.
+      stand_in: For each factor, whether its copy takes its place in the gradient of the
+        other factor, so that only the copy is saved. Second derivatives then are low.
 
     Returns:
       The product. The gradient of each factor has its dtype.
@@ -59,15 +62,20 @@ def low_product(
         return bind(product, operands, params)[0]
     avals = map(jax.typeof, operands)
     program = _program(product, low, tuple(params.items()), *avals)
-    return _bind(program, operands, copies)
+    return _bind(program, operands, copies, stand_in)
 
 
 def _bind(
-    jaxpr: core.ClosedJaxpr, operands: Sequence[Any], copies: Sequence[Any]
+    jaxpr: core.ClosedJaxpr,
+    operands: Sequence[Any],
+    copies: Sequence[Any],
+    stand_in: tuple[bool, ...] = (False, False),
 ) -> Any:
     given = [copy for copy in copies if copy is not None]
     copied = tuple(copy is not None for copy in copies)
-    return low_product_p.bind(*operands, *given, jaxpr=jaxpr, copied=copied)
+    return low_product_p.bind(
+        *operands, *given, jaxpr=jaxpr, copied=copied, stand_in=stand_in
+    )
 
 
 def _split(
@@ -105,6 +113,7 @@ def _as_written(
     *operands: Any,
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
+    stand_in: Sequence[bool] = (),
     platform: str = "",
 ) -> Any:
     """The same as several operations, in a form that XLA for a platform can compute."""
@@ -136,11 +145,13 @@ def _register_lowering(platform: str | None) -> None:
 for _platform in (None, "cpu", "cuda", "rocm"):
     _register_lowering(_platform)
 
-_run = jax.jit(low_product_p.bind, static_argnames=("jaxpr", "copied"))
+_run = jax.jit(low_product_p.bind, static_argnames=("jaxpr", "copied", "stand_in"))
 low_product_p.def_impl(_run)
 
 
-def _abstract(*given: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool]) -> Any:
+def _abstract(
+    *given: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool], stand_in: Any
+) -> Any:
     equation, (avals, _) = _product_of(jaxpr), _split(given, copied)
     return equation.primitive.abstract_eval(
         *_in(_low_of(jaxpr), avals), **equation.params
@@ -162,6 +173,7 @@ def _tangent(
     *,
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
+    stand_in: tuple[bool, ...],
 ) -> tuple[Any, Any]:
     """The rule of a product: the sum over the factors, each with its tangent.
 
@@ -170,11 +182,14 @@ def _tangent(
     operands, copies = _split(primals, copied)
     terms = []
     for i, tangent in enumerate(tangents[:2]):
-        if not isinstance(tangent, ad.Zero):
-            factors, others = list(operands), list(copies)
-            factors[i], others[i] = tangent, None
-            terms.append(_bind(jaxpr, factors, others))
-    result = _bind(jaxpr, operands, copies)
+        if isinstance(tangent, ad.Zero):
+            continue
+        factors, others, j = list(operands), list(copies), 1 - i
+        factors[i], others[i] = tangent, None
+        if stand_in[j] and copied[j]:
+            factors[j], others[j] = copies[j], None
+        terms.append(_bind(jaxpr, factors, others))
+    result = _bind(jaxpr, operands, copies, stand_in)
     if terms:
         return result, functools.reduce(lax.add, terms)
     return result, lax.full_like(result, 0)
@@ -184,7 +199,11 @@ ad.primitive_jvps[low_product_p] = _tangent
 
 
 def _transpose(
-    cotangent: Any, *operands: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool]
+    cotangent: Any,
+    *operands: Any,
+    jaxpr: core.ClosedJaxpr,
+    copied: Sequence[bool],
+    stand_in: tuple[bool, ...],
 ) -> list[Any]:
     """The gradient for the one factor of which the product is a linear function."""
     results: list[Any] = [None] * len(operands)
@@ -241,6 +260,7 @@ def _evaluate(
     copies: Sequence[Any],
     jaxpr: core.ClosedJaxpr,
     dtype: Any,
+    stand_in: tuple[bool, ...] = (False, False),
 ) -> Any:
     """Evaluates moves and a product as low as that in `jaxpr`, with a result dtype.
 
@@ -262,7 +282,9 @@ def _evaluate(
         if primitive.name in LOW:
             params["preferred_element_type"] = dtype
             low = _low_of(jaxpr)
-            outputs = [low_product(primitive, inputs, low_inputs[:2], low, params)]
+            outputs = [
+                low_product(primitive, inputs, low_inputs[:2], low, params, stand_in)
+            ]
         else:
             outputs = list(bind(primitive, inputs, params))
             if all(x is not None for x in low_inputs):
@@ -278,6 +300,7 @@ def _batch(
     *,
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
+    stand_in: tuple[bool, ...],
 ) -> tuple[Any, int]:
     """The product of batches of factors."""
     (operands, copies), (axes, axes_of_copies) = (
@@ -290,7 +313,7 @@ def _batch(
     ]
     program, axis = _batched(jaxpr, axes, _setting(), *map(jax.typeof, operands))
     dtype = jaxpr.out_avals[0].dtype
-    return _evaluate(program, operands, copies, jaxpr, dtype), axis
+    return _evaluate(program, operands, copies, jaxpr, dtype, stand_in), axis
 
 
 batching.primitive_batchers[low_product_p] = _batch

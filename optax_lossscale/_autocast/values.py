@@ -53,8 +53,12 @@ class Source(enum.IntEnum):
     """What a value is computed from: the greatest of what goes into it."""
 
     NUMBERS = 0  # Nothing that has a gradient.
-    ARGUMENTS = 1  # Arguments in float32, and computed in it: `w`, or `w / norm(w)`.
-    PRODUCTS = 2  # A product, an entry that was looked up, or anything else.
+    ITSELF = 1  # Nothing: it is an argument in float32, as a parameter is.
+    ARGUMENTS = 2  # Such arguments, and in float32: `w.T`, or `w / norm(w)`.
+    PRODUCTS = 3  # A product, an entry that was looked up, or anything else.
+
+
+OF_PARAMETERS = (Source.ITSELF, Source.ARGUMENTS)
 
 
 class Value(NamedTuple):
@@ -75,7 +79,7 @@ def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
     origin = Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT
     is_wide = jax.typeof(array).dtype == jnp.float32
-    source = Source.ARGUMENTS if is_wide else Source.PRODUCTS
+    source = Source.ITSELF if is_wide else Source.PRODUCTS
     return Value(array, origin, source=source)
 
 
@@ -141,7 +145,8 @@ def source_of(equation: Any, operands: Sequence[Value]) -> Source:
     is_elementwise = name in LISTED - LOW - {"gather"} or name == "convert_element_type"
     if sources and not is_elementwise:
         return Source.PRODUCTS
-    return max(sources, default=Source.NUMBERS)
+    source = max(sources, default=Source.NUMBERS)
+    return Source.ARGUMENTS if source is Source.ITSELF else source
 
 
 def keeps_masks(equation: Any, operands: Sequence[Value]) -> bool:
