@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.policy import LISTED
+from optax_lossscale._autocast.product_rules import register_rules
 from optax_lossscale._autocast.products import low_product
 from optax_lossscale._autocast.values import cast, is_float32
 from optax_lossscale._jaxprs import bind, context_of
 
 _Operation = Callable[..., Sequence[Any]]
+register_rules()
 
 
 def evaluate_cached(

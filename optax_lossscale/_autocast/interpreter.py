@@ -152,8 +152,12 @@ class _Frame:
                 inner_run, read_by_products, equation, operands, policy, flags, wide
             )
             outputs = self._round(equation, nesting.rebuild(call), flags)
-        elif (value := self._cast_at_marker(equation, operands, reason)) is not None:
-            outputs = [value]
+        elif reason is None and (
+            marked := cast_at_marker(equation, operands, policy.dtype)
+        ):
+            outputs = [marked]
+            choice = Choice(policy.dtype, "low_precision")
+            note_operation(self.caller, equation, choice, [marked.array])
         else:
             if reason is not None:
                 choice = Choice(None, reason, is_left_alone=True)
@@ -178,18 +182,6 @@ class _Frame:
             for value, identity in zip(outputs, known, strict=True)
         ]
         return list(map(_as_normalized, outputs)) if is_layer else outputs
-
-    def _cast_at_marker(
-        self, equation: Any, operands: Sequence[Value], reason: str | None
-    ) -> Value | None:
-        """The result of a cast that `low_precision` made, unless it is left alone."""
-        if reason is not None:
-            return None
-        value = cast_at_marker(equation, operands, self.policy.dtype)
-        if value is not None:
-            choice = Choice(self.policy.dtype, "low_precision")
-            note_operation(self.caller, equation, choice, [value.array])
-        return value
 
     def _compute(
         self, equation: Any, operands: Sequence[Value], choice: Choice

@@ -22,10 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify, jet
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
 from optax_lossscale._autocast.policy import LOW
 from optax_lossscale._jaxprs import bind
@@ -78,7 +76,7 @@ def _bind(
     )
 
 
-def _split(
+def split(
     operands: Sequence[Any], copied: Sequence[bool]
 ) -> tuple[Sequence[Any], list[Any]]:
     """The operands of a `low_product` without the copies, and the copies."""
@@ -99,17 +97,17 @@ def _program(
     return jax.make_jaxpr(apply)(*_in(low, avals))
 
 
-def _product_of(program: core.ClosedJaxpr) -> Any:
+def product_of(program: core.ClosedJaxpr) -> Any:
     """The product in the program of a `low_product`."""
     return program.jaxpr.eqns[-1]
 
 
 def _low_of(program: core.ClosedJaxpr) -> Any:
     """The low dtype in the program of a `low_product`."""
-    return _product_of(program).invars[0].aval.dtype
+    return product_of(program).invars[0].aval.dtype
 
 
-def _as_written(
+def as_written(
     *operands: Any,
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
@@ -117,9 +115,9 @@ def _as_written(
     platform: str = "",
 ) -> Any:
     """The same as several operations, in a form that XLA for a platform can compute."""
-    equation, low = _product_of(jaxpr), _low_of(jaxpr)
+    equation, low = product_of(jaxpr), _low_of(jaxpr)
     dtype = jaxpr.out_avals[0].dtype
-    wide, copies = _split(operands, copied)
+    wide, copies = split(operands, copied)
     factors = [
         lax.convert_element_type(x, low) if copy is None else copy
         for x, copy in zip(wide[:2], copies, strict=True)
@@ -137,7 +135,7 @@ def _as_written(
 
 
 def _register_lowering(platform: str | None) -> None:
-    function = functools.partial(_as_written, platform=platform or "")
+    function = functools.partial(as_written, platform=platform or "")
     lowering = mlir.lower_fun(function, multiple_results=False)
     mlir.register_lowering(low_product_p, lowering, platform)
 
@@ -152,7 +150,7 @@ low_product_p.def_impl(_run)
 def _abstract(
     *given: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool], stand_in: Any
 ) -> Any:
-    equation, (avals, _) = _product_of(jaxpr), _split(given, copied)
+    equation, (avals, _) = product_of(jaxpr), split(given, copied)
     return equation.primitive.abstract_eval(
         *_in(_low_of(jaxpr), avals), **equation.params
     )
@@ -179,7 +177,7 @@ def _tangent(
 
     The copies have none, because their factors have it.
     """
-    operands, copies = _split(primals, copied)
+    operands, copies = split(primals, copied)
     terms = []
     for i, tangent in enumerate(tangents[:2]):
         if isinstance(tangent, ad.Zero):
@@ -207,7 +205,7 @@ def _transpose(
 ) -> list[Any]:
     """The gradient for the one factor of which the product is a linear function."""
     results: list[Any] = [None] * len(operands)
-    factors, copies = _split(operands, copied)
+    factors, copies = split(operands, copied)
     (place,) = (i for i, x in enumerate(factors) if ad.is_undefined_primal(x))
     if not isinstance(cotangent, ad.Zero):
         aval = factors[place].aval
@@ -249,7 +247,7 @@ def _setting() -> Any:
 
 def _in_float32(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
     """The product in a program, as a function of float32 arrays."""
-    equation = _product_of(jaxpr)
+    equation = product_of(jaxpr)
     params = {**equation.params, "preferred_element_type": np.dtype(np.float32)}
     return lambda *operands: bind(equation.primitive, operands, params)[0]
 
@@ -304,7 +302,7 @@ def _batch(
 ) -> tuple[Any, int]:
     """The product of batches of factors."""
     (operands, copies), (axes, axes_of_copies) = (
-        _split(some, copied) for some in (operands, axes)
+        split(some, copied) for some in (operands, axes)
     )
     axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
     copies = [
@@ -335,60 +333,3 @@ def _batched(
     rank = jaxpr.out_avals[0].ndim + 1
     programs = [(program_with(axis), axis) for axis in range(rank)]
     return min(programs, key=lambda pair: len(pair[0].eqns))
-
-
-def _jet(
-    primals: Sequence[Any], series: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
-    """The Taylor series of a product."""
-    copied = params.pop("copied")
-    (primals, _), (series, _) = (_split(some, copied) for some in (primals, series))
-    function = functools.partial(_as_written, copied=(False, False), **params)
-    result, out_series = jet.jet(function, primals, series, factorial_scaled=False)
-    return result, out_series
-
-
-_rules: dict[core.Primitive, Any] = jet.jet_rules
-_rules[low_product_p] = _jet
-
-# `checkify` looks for NaN in the results of a product, and has no public table.
-_checks = checkify.checkify.__globals__.get("error_checks", {})
-if isinstance(_checks.get(core.primitives.dot_general_p), functools.partial):
-    _check = _checks[core.primitives.dot_general_p].func
-    _checks[low_product_p] = functools.partial(_check, low_product_p)
-
-
-_RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "host")(
-    None
-)
-
-
-def _partial_eval(
-    saveable: Callable[..., Any],
-    unknown: Sequence[bool],
-    instantiated: Sequence[bool],
-    equation: Any,
-) -> Any:
-    """Asks a policy of `jax.checkpoint` about the product, the only one that it knows.
-
-    All else is as JAX treats any operation.
-    """
-    pairs = zip(equation.invars, instantiated, strict=True)
-    residuals = [x for x, flag in pairs if not flag and isinstance(x, core.Var)]
-    if any(unknown):
-        return None, equation, [True], [True], residuals
-    product = _product_of(equation.params["jaxpr"])
-    avals = [x.aval for x in product.invars]
-    decision = saveable(product.primitive, *avals, **product.params)
-    if isinstance(decision, tuple):  # Two memories, of the device and of the host.
-        function = jax.jit(functools.partial(_as_written, **equation.params))
-        (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns
-        equation = equation.replace(primitive=call.primitive, params=call.params)
-        rule = pe.partial_eval_jaxpr_custom_rules[call.primitive]
-        return rule(saveable, unknown, instantiated, equation)
-    if decision is False or decision is _RECOMPUTE:
-        return equation, equation, [False], [True], residuals
-    return equation, None, [False], [False], []
-
-
-pe.partial_eval_jaxpr_custom_rules[low_product_p] = _partial_eval
