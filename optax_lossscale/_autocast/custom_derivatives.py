@@ -32,6 +32,7 @@ def custom_jvp(call: Call) -> list[Value]:
     run, policy, equation = call.run, call.policy, call.equation
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
+    sources = [operand.source for operand in call.operands]
     is_low = [dtype == policy.dtype for dtype in dtypes]
     function = jax.custom_jvp(core.jaxpr_as_fun(program))
 
@@ -52,7 +53,6 @@ def custom_jvp(call: Call) -> list[Value]:
             traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
         rounded = [*is_low, *(is_low[i] for i in floats)]
-        sources = [x.source for x in call.operands]
         inputs = as_computed(arrays, [*sources, *(sources[i] for i in places)])
         values = run(traced, inputs, policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
@@ -75,6 +75,7 @@ def custom_vjp(call: Call) -> list[Value]:
     run, policy, equation = call.run, call.policy, call.equation
     variables, floats = equation.invars, _places_of_floats(equation.outvars)
     dtypes = [aval.dtype for aval in program.out_avals]
+    sources = [operand.source for operand in call.operands]
     in_dtypes = [jnp.result_type(array) for array in call.arrays]
     # JAX refuses to differentiate by an array that the function closes over. It is an
     # operand here, so ask JAX which operands it differentiates by.
@@ -117,13 +118,13 @@ def custom_vjp(call: Call) -> list[Value]:
                 )
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
-            wide = [call.operands[i].source in OF_PARAMETERS for i in places]
+            wide = [sources[i] in OF_PARAMETERS for i in places]
             values = run(traced, inputs, policy, wide=wide, rule="backward")
             for i, value in zip(places, values, strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
-        inputs = as_computed(arrays, [operand.source for operand in call.operands])
+        inputs = as_computed(arrays, sources)
         values = run(traced, inputs, policy, rule="forward")
         outputs = [value.array for value in values]
         results = zip(outputs[: len(dtypes)], dtypes, strict=True)
