@@ -10,7 +10,6 @@ import argparse
 import collections
 import contextlib
 import io
-import json
 import math
 import re
 from collections.abc import Callable
@@ -26,7 +25,7 @@ import optax_lossscale as ols
 from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.models import MODELS, Case, Encoder
-from _lib.tables import print_table, versions
+from _lib.tables import print_tables, versions
 from _lib.torch_operations import OPERATIONS
 from optax_lossscale._checks import check_output_file
 from optax_lossscale._jaxprs import equations_of
@@ -209,13 +208,7 @@ def main() -> None:
         "Compiled": [row for gpu in gpus for row in gpu_rows(gpu)],
         "Operations": operation_rows(),
     }
-    print(f"{versions()}; loss scale {LOSS_SCALE:g}")
-    for title, rows in tables.items():
-        if rows:
-            print(f"\n#### {title}\n")
-            print_table(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(tables, indent=1))
+    print_tables(f"{versions()}; loss scale {LOSS_SCALE:g}", tables, arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Each time is the median of some rounds, in which the two take turns.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from flax import nnx
 import optax_lossscale as ols
 from _lib.devices import use_host_cpu
 from _lib.models import Encoder
-from _lib.tables import print_table, versions
+from _lib.tables import print_tables, versions
 from optax_lossscale._checks import check_output_file
 
 WIDTH, HEADS, BATCH, LENGTH = 64, 4, 4, 32
@@ -194,12 +193,7 @@ def main() -> None:
         "Tracing the gradient": tracing_rows(arguments.layers, arguments.rounds),
         "Calls outside jit": eager_rows(arguments.rounds),
     }
-    print(f"{versions()}; {arguments.layers} layers")
-    for title, rows in tables.items():
-        print(f"\n#### {title}\n")
-        print_table(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(tables, indent=1))
+    print_tables(f"{versions()}; {arguments.layers} layers", tables, arguments.json)
 
 
 if __name__ == "__main__":

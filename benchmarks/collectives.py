@@ -9,7 +9,6 @@ compiles only for a CPU and on automatic meshes, and runs on fewer devices.
 
 import argparse
 import collections
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -27,7 +26,7 @@ import optax_lossscale as ols
 from _lib.compiled_text import Sent, sent_arrays
 from _lib.devices import DEVICE_NAMES, devices_of, use_host_cpu
 from _lib.models import Decoder, next_token_loss
-from _lib.tables import print_table, versions
+from _lib.tables import print_tables, versions
 from optax_lossscale._checks import check_output_file
 
 DEVICES = {"cpu": 4, "tpu": 64, "cuda": 8}
@@ -396,12 +395,7 @@ def main() -> None:
         "The whole step": [row for name in platforms for row in step_rows(name)],
         "Error": error_rows(counts),
     }
-    print(versions())
-    for title, rows in tables.items():
-        print(f"\n#### {title}\n")
-        print_table(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(tables, indent=1))
+    print_tables(versions(), tables, arguments.json)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 # With JAX 0.7 autocast traces under these metadata, which the equations then carry.
 METADATA = "optax_lossscale_autocast"
+_UNCHANGED = contextlib.nullcontext()
 _AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast") + os.sep
 
 
@@ -51,10 +52,11 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     is_marked = METADATA in (equation.ctx.xla_metadata or ())
+    unmarked = set_xla_metadata(**{METADATA: None}) if is_marked else _UNCHANGED
     with (
         source_info_util.user_context(source.traceback, name_stack=names),
         equation.ctx.manager,
-        set_xla_metadata(**{METADATA: None} if is_marked else {}),
+        unmarked,
     ):
         yield
 

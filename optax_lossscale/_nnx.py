@@ -31,6 +31,12 @@ def is_state(node: object) -> bool:
     return nnx is not None and isinstance(node, nnx.State)
 
 
+def is_variable(node: object) -> bool:
+    """Whether a node is a variable, which wraps an array."""
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
 def is_module(node: object) -> bool:
     """Whether a node is an object that a call may change in place."""
     return is_nnx(node) and not is_state(node)
@@ -143,7 +149,7 @@ def _selects_alike(arg: PyTree, wrt: Any) -> bool:
     nnx = flax_nnx()
     if is_module(arg):
         return True
-    modules = [m for m in modules_of(arg) if not isinstance(m, nnx.Variable)]
+    modules = [m for m in modules_of(arg) if not is_variable(m)]
     selected = [nnx.state(module, wrt) for module in modules]
     only_modules = map_leaves(lambda leaf: leaf if is_module(leaf) else None, arg)
     whole = nnx.state(only_modules, wrt)

@@ -1,9 +1,13 @@
 """Prints the benchmarks' tables, and the versions that they were obtained with."""
 
+import json
+import pathlib
 from typing import Any
 
 import jax
 import optax
+
+Tables = dict[str, list[dict[str, Any]]]
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -18,6 +22,20 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             cell.rjust(width) for cell, width in zip(others, other_widths, strict=True)
         ]
         print("| " + " | ".join([first.ljust(first_width), *cells]) + " |")
+
+
+def print_tables(title: str, tables: Tables, file: pathlib.Path | None) -> None:
+    """Prints tables under a title and their own names, and writes them as JSON.
+
+    A table without rows is not printed.
+    """
+    print(title)
+    for name, rows in tables.items():
+        if rows:
+            print(f"\n#### {name}\n")
+            print_table(rows)
+    if file is not None:
+        file.write_text(json.dumps(tables, indent=1))
 
 
 def versions() -> str:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_lossscale._autocast.identity import free_sizes, is_square
@@ -182,7 +181,7 @@ def _reason_not_low(equation: Any, policy: Policy) -> str | None:
     """Why an operation on the low list does not run in the low dtype, or None."""
     name, atoms = equation.primitive.name, [*equation.invars, *equation.outvars]
     dtypes = {atom.aval.dtype for atom in atoms if is_floating(atom.aval)}
-    if not dtypes <= {np.dtype(np.float32), policy.dtype}:
+    if not dtypes <= {jnp.dtype(jnp.float32), policy.dtype}:
         return "written for several dtypes"  # It stays in them.
     if name == "dot_general" and _terms(equation) <= 1:
         return "an outer product"  # It sums nothing, so there is little to gain.

@@ -16,12 +16,7 @@ from jax.extend import core
 from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
 from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import (
-    OF_PARAMETERS,
-    Value,
-    as_declared,
-    cast,
-)
+from optax_lossscale._autocast.values import OF_PARAMETERS, Value, as_declared, cast
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 

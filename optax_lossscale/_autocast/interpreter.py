@@ -192,19 +192,10 @@ class _Frame:
             arrays = [operand.array for operand in operands]
             if any(jnp.result_type(array).itemsize <= 2 for array in arrays):
                 return evaluate_recomputed(equation, arrays)
+        if equation.primitive.name in LOW and choice.dtype == self.policy.dtype:
+            return self._multiply(equation, operands)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         is_product = equation.primitive.name in self.policy.low
-        # Products of JAX round parameters themselves; see `products.py`.
-        is_own = equation.primitive.name in LOW and choice.dtype == self.policy.dtype
-        if is_own:
-            pairs = list(zip(equation.invars, operands, strict=True))
-            copies = [self._copy(atom, value) for atom, value in pairs[:2]]
-            # A parameter is kept anyway, and what is computed from one is not.
-            stand_in = tuple(x.source is Source.ARGUMENTS for x in operands[:2])
-            dtypes = [
-                None if x.source in OF_PARAMETERS else dtype
-                for x, dtype in zip(operands, dtypes, strict=True)
-            ]
         arrays = [
             self._cast_operand(atom, value, dtype, is_product)
             for atom, value, dtype in zip(
@@ -213,15 +204,25 @@ class _Frame:
         ]
         if is_refused_on_cpu(equation):
             return evaluate_without_algorithm(equation, arrays)
-        params = params_in(equation, choice.dtype)
-        if is_own:
-            is_wide = equation.outvars[0] in self.wide
-            result = np.dtype(np.float32) if is_wide else choice.dtype
-            params["preferred_element_type"] = result
-            return evaluate_product(
-                equation, arrays, copies, params, choice.dtype, stand_in
-            )
-        return evaluate_cached(equation, arrays, params)
+        return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
+
+    def _multiply(self, equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
+        """Computes a product in the low dtype, which rounds parameters itself."""
+        low = self.policy.dtype
+        pairs = list(zip(equation.invars, operands, strict=True))
+        copies = [self._copy(atom, value) for atom, value in pairs[:2]]
+        # A parameter is kept anyway, and what is computed from one is not.
+        stand_in = tuple(value.source is Source.ARGUMENTS for value in operands[:2])
+        arrays = [
+            value.array
+            if value.source in OF_PARAMETERS
+            else self._cast_operand(atom, value, low, is_product=True)
+            for atom, value in pairs
+        ]
+        is_wide = equation.outvars[0] in self.wide
+        result = jnp.dtype(jnp.float32) if is_wide else low
+        params = {**params_in(equation, low), "preferred_element_type": result}
+        return evaluate_product(equation, arrays, copies, params, low, stand_in)
 
     def _copy(self, atom: core.Var | core.Literal, value: Value) -> Any:
         """The one low copy of a parameter for all products that read it, or None."""
@@ -234,8 +235,8 @@ class _Frame:
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
     ) -> Any:
-        """Casts an operand that is in float32 to a dtype, if one is given."""
-        if dtype is None or not is_float32(atom):
+        """Casts a float32 operand to a dtype, and returns any other as it is."""
+        if not is_float32(atom):
             return value.array
         if isinstance(atom, core.Literal):
             with np.errstate(over="ignore"):
@@ -253,10 +254,8 @@ class _Frame:
         """Rounds the flagged results; arguments are cast only where they are read."""
         results = []
         for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
-            is_argument = value.origin in OF_ARGUMENTS or (
-                value.source in OF_PARAMETERS
-            )
-            if flag and is_float32(variable) and not is_argument:
+            is_kept = value.origin in OF_ARGUMENTS or value.source in OF_PARAMETERS
+            if flag and is_float32(variable) and not is_kept:
                 value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
             if is_low and value.source in OF_PARAMETERS:

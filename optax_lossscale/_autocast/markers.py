@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 
 from optax_lossscale._autocast.values import Origin, Value, narrow
 from optax_lossscale._jaxprs import METADATA, evaluate, scopes_of
-from optax_lossscale._nnx import flatten, flax_nnx, is_state
+from optax_lossscale._nnx import flatten, is_state, is_variable
 from optax_lossscale._types import PyTree
 
 # Name scopes that no one else will use. The casts of `low_precision` have their own.
@@ -152,7 +152,7 @@ def _cast_arrays(tree: PyTree, old: Any, new: Any) -> tuple[PyTree, bool]:
     found = []
 
     def to_new(leaf: Any) -> Any:
-        if is_state(leaf) or _is_variable(leaf):
+        if is_state(leaf) or is_variable(leaf):
             return jax.tree.map(to_new, leaf, is_leaf=lambda node: node is not leaf)
         if not (isinstance(leaf, _ARRAYS) and leaf.dtype == old):
             return leaf
@@ -165,11 +165,6 @@ def _cast_arrays(tree: PyTree, old: Any, new: Any) -> tuple[PyTree, bool]:
     with jax.named_scope(_CAST):
         leaves = [to_new(leaf) for leaf in leaves]
     return structure.unflatten(leaves) if found else tree, bool(found)
-
-
-def _is_variable(leaf: object) -> bool:
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(leaf, nnx.Variable)
 
 
 def _cast_constant(constant: Any, dtype: Any) -> Any:

@@ -17,6 +17,7 @@ from optax_lossscale._autocast.arguments import are_same, call_unchanged
 from optax_lossscale._nnx import (
     explain_changes,
     flax_nnx,
+    is_variable,
     map_modules,
     modules_of,
 )
@@ -72,7 +73,7 @@ def call_with_states(
         if new_graph == graph and not made:
             pairs = enumerate(zip(values, new_values, strict=True))
             changes = {i: new for i, (old, new) in pairs if not _is_same(old, new)}
-            if all(isinstance(leaves[i], nnx.Variable) for i in changes):
+            if all(is_variable(leaves[i]) for i in changes):
                 return results, changes, None
         with nnx.split_context(_TAG) as context:
             new_graph, new_values = context.flatten((inside, made), with_paths=False)
@@ -103,7 +104,7 @@ def _check_may_change(modules: Sequence[Any]) -> None:
     """Has Flax refuse to change any object in some modules, before one is changed."""
     nnx = flax_nnx()
     for _, node in nnx.iter_graph(modules):
-        if isinstance(node, nnx.Variable):
+        if is_variable(node):
             nnx.update(node, _value_of(node))
         elif hasattr(node, "_check_valid_context"):
             node._check_valid_context(lambda: "from a different trace level")
@@ -111,7 +112,7 @@ def _check_may_change(modules: Sequence[Any]) -> None:
 
 def _value_of(leaf: Any) -> PyTree:
     """The value of a variable; any other leaf is its own value."""
-    if not isinstance(leaf, flax_nnx().Variable):
+    if not is_variable(leaf):
         return leaf
     (value,) = jax.tree.leaves(leaf, is_leaf=lambda node: node is not leaf)
     return value

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
@@ -248,7 +247,7 @@ def _setting() -> Any:
 def _in_float32(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
     """The product in a program, as a function of float32 arrays."""
     equation = product_of(jaxpr)
-    params = {**equation.params, "preferred_element_type": np.dtype(np.float32)}
+    params = {**equation.params, "preferred_element_type": jnp.dtype(jnp.float32)}
     return lambda *operands: bind(equation.primitive, operands, params)[0]
 
 
@@ -268,13 +267,8 @@ def _evaluate(
     arrays = dict(zip(program.jaxpr.invars, operands, strict=True))
     moved = dict(zip(program.jaxpr.invars[:2], copies, strict=True))
     for equation in program.jaxpr.eqns:
-        inputs, low_inputs = (
-            [
-                x.val if isinstance(x, core.Literal) else given(x)
-                for x in equation.invars
-            ]
-            for given in (arrays.__getitem__, moved.get)
-        )
+        inputs = [_read(arrays, atom) for atom in equation.invars]
+        low_inputs = [_read(moved, atom) for atom in equation.invars]
         params, primitive = dict(equation.params), equation.primitive
         low_outputs: list[Any] = [None] * len(equation.outvars)
         if primitive.name in LOW:
@@ -290,6 +284,11 @@ def _evaluate(
         arrays.update(zip(equation.outvars, outputs, strict=True))
         moved.update(zip(equation.outvars, low_outputs, strict=True))
     return arrays[program.jaxpr.outvars[0]]
+
+
+def _read(values: dict[Any, Any], atom: Any) -> Any:
+    """The value of a variable, None if it has none; of a literal, its number."""
+    return atom.val if isinstance(atom, core.Literal) else values.get(atom)
 
 
 def _batch(

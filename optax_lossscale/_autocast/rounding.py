@@ -50,14 +50,13 @@ def parts_of(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
         outputs = [variable in parts for variable in equation.outvars]
         if not any(outputs):
             continue
-        name, nesting = equation.primitive.name, nesting_of(equation)
-        if nesting is not None and nesting.body is not None:
-            body = equation.params[nesting.body]
-            body = getattr(body, "jaxpr", body)
+        body = _body_of(equation)
+        if body is not None:
             inside = parts_of(body, outputs)
             inputs = [variable in inside for variable in body.invars]
         else:
-            inputs = [name in _KEEP_PARTS] * len(equation.invars)
+            is_kept = equation.primitive.name in _KEEP_PARTS
+            inputs = [is_kept] * len(equation.invars)
         parts |= flagged_variables(equation.invars, inputs)
     return parts
 
@@ -82,13 +81,21 @@ def _reads_for_products(
         return [all(outputs)] * count
     if equation.primitive is core.primitives.scan_p:
         return _scan_reads_for_products(equation, outputs, policy)
-    nesting = nesting_of(equation)
-    if nesting is None or nesting.body is None:
+    body = _body_of(equation)
+    if body is None:
         return [False] * count
-    body = equation.params[nesting.body]
-    body = getattr(body, "jaxpr", body)
     inside = read_by_products(body, policy, outputs)
     return [variable in inside for variable in body.invars]
+
+
+def _body_of(equation: Any) -> core.Jaxpr | None:
+    """The program that has the operands and results of an equation, or None."""
+    nesting = nesting_of(equation)
+    if nesting is None or nesting.body is None:
+        return None
+    body = equation.params[nesting.body]
+    program: core.Jaxpr = getattr(body, "jaxpr", body)
+    return program
 
 
 def _scan_reads_for_products(

@@ -59,6 +59,8 @@ class Source(enum.IntEnum):
 
 
 OF_PARAMETERS = (Source.ITSELF, Source.ARGUMENTS)
+# Operations whose results have the source of their operands.
+_OF_THEIR_OPERANDS = (LISTED | {"convert_element_type"}) - LOW - {"gather"}
 
 
 class Value(NamedTuple):
@@ -142,8 +144,7 @@ def source_of(equation: Any, operands: Sequence[Value]) -> Source:
     """The source of an equation's results, if they are in float32."""
     name, pairs = equation.primitive.name, zip(operands, equation.invars, strict=True)
     sources = [value.source for value, atom in pairs if is_floating(atom.aval)]
-    is_elementwise = name in LISTED - LOW - {"gather"} or name == "convert_element_type"
-    if sources and not is_elementwise:
+    if sources and name not in _OF_THEIR_OPERANDS:
         return Source.PRODUCTS
     source = max(sources, default=Source.NUMBERS)
     return Source.ARGUMENTS if source is Source.ITSELF else source

@@ -1,5 +1,6 @@
 """Compiled programs: their collective operations, and how to run those for a GPU."""
 
+import collections
 import re
 
 import jax
@@ -13,6 +14,12 @@ def collectives_of(compiled):
         rf"= (\S+|\(.*?\)) ((?:{COLLECTIVES})(?:-start)?)\(", compiled.as_text()
     )
     return [(re.findall(r"\w+\[.*?\]", result), kind) for result, kind in found]
+
+
+def arrays_sent(compiled):
+    """How often each type of array is the result of a collective."""
+    arrays = [array for arrays, _ in collectives_of(compiled) for array in arrays]
+    return collections.Counter(array.partition("{")[0] for array in arrays)
 
 
 def run_on_cpu(compiled, *args):

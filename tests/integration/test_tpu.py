@@ -4,7 +4,6 @@ pip install -e '.[test,tpu-aot]'
 JAX_PLATFORMS=cpu python -m pytest tests/integration/test_tpu.py
 """
 
-import collections
 import re
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from _lib.devices import devices_of
 from helpers.compat import set_mesh
-from helpers.compiled import collectives_of
+from helpers.compiled import arrays_sent, collectives_of
 from helpers.inner import adam
 
 pytest.importorskip("libtpu", reason="extra tpu-aot is not installed")
@@ -50,12 +49,6 @@ def arguments(tx, mesh, names):
         optax.tree.set(replicated, mu=shardings, nu=shardings),
     )
     return params, state, params
-
-
-def arrays_sent(compiled):
-    """How often each type of array crosses the chips."""
-    arrays = [array for arrays, _ in collectives_of(compiled) for array in arrays]
-    return collections.Counter(array.partition("{")[0] for array in arrays)
 
 
 @pytest.mark.parametrize(
