@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import evaluate
+from optax_lossscale._jaxprs import bind
 from optax_lossscale._state import find_loss_scale_state, with_arrays
 from optax_lossscale._tree import (
     dtype_of,
@@ -48,9 +48,26 @@ def _is_masked(leaf: object) -> bool:
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _zeros_unless(leaves: list[jax.Array], is_applied: jax.Array) -> list[jax.Array]:
-    return [lax.select_n(is_applied, lax.full_like(leaf, 0), leaf) for leaf in leaves]
+    zeros_like = _once_for_each_type(lambda leaf: lax.full_like(leaf, 0))
+    return [lax.select_n(is_applied, zeros_like(leaf), leaf) for leaf in leaves]
 
 
+def _once_for_each_type(
+    make: Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array], jax.Array]:
+    """Makes one constant for all arrays of a type, which saves time in tracing."""
+    made: dict[Any, jax.Array] = {}
+
+    def constant_like(array: jax.Array) -> jax.Array:
+        kind = jax.typeof(array)
+        if kind not in made:
+            made[kind] = make(array)
+        return made[kind]
+
+    return constant_like
+
+
+@jax.jit
 def mask_results(
     is_applied: jax.Array, updates: PyTree, new: PyTree, old: PyTree
 ) -> tuple[PyTree, PyTree]:
@@ -58,21 +75,21 @@ def mask_results(
     return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
 
 
-@jax.jit
 def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
     """If the step is skipped, zeroes updates, so that no bit of a parameter changes."""
 
-    def select(update: jax.Array) -> jax.Array:
+    def nothing(update: jax.Array) -> jax.Array:
         # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0. Converted and not negated, because
         # float8 dtypes without a negative zero have NaN there.
         zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-        nothing = lax.full_like(update, zero if is_floating(update) else 0)
-        return lax.select_n(is_applied, nothing, update)
+        return lax.full_like(update, zero if is_floating(update) else 0)
 
-    return jax.tree.map(select, updates)
+    nothing_like = _once_for_each_type(nothing)
+    return jax.tree.map(
+        lambda update: lax.select_n(is_applied, nothing_like(update), update), updates
+    )
 
 
-@jax.jit
 def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state if the step is skipped."""
     return jax.tree.map(lambda *arrays: _keep(is_applied, *arrays), new, old)
@@ -80,11 +97,13 @@ def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 def _keep(is_applied: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
     """One array of the new state if the step is applied, else of the old state."""
-    sharding = jax.typeof(new).sharding
-    if not sharding.mesh.empty and jax.typeof(old).sharding != sharding:
+    kind = jax.typeof(new)
+    if jax.typeof(old) == kind and jnp.ndim(is_applied) == 0:
+        return lax.select_n(is_applied, old, new)
+    if not kind.sharding.mesh.empty and jax.typeof(old).sharding != kind.sharding:
         # On an explicit mesh a select needs equal shardings. The result is sharded as
         # the bare optimizer's would be.
-        old = jax.sharding.reshard(old, sharding)
+        old = jax.sharding.reshard(old, kind.sharding)
     return jnp.where(is_applied, new, old)
 
 
@@ -213,64 +232,90 @@ def _is_traced() -> bool:
 def _run_masked_early(
     is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
 ) -> tuple[PyTree, PyTree] | None:
-    """`run_masked`, equation by equation; None if the update has side effects."""
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)()
-    program = closed.jaxpr
-    if program.effects:
+    """`run_masked`, with early masks; None if the update has side effects.
+
+    The reference is traced as a jitted function, which is called with its equations in
+    another order. Evaluating them one by one would take almost as long as tracing them.
+    """
+
+    @jax.jit
+    def update() -> tuple[PyTree, PyTree]:
+        updates, new = run()
+        return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
+
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)()
+    (call,) = closed.jaxpr.eqns
+    if closed.effects or call.outvars != closed.jaxpr.outvars:
         return None
-    updates, new = jax.tree.unflatten(jax.tree.structure(shapes), program.outvars)
-    moments = _moments(updates, new, old)
-    values: dict[Any, Any] = dict(zip(program.constvars, closed.consts, strict=True))
-    masked: set[core.Var] = set()
-
-    def read(atom: core.Var | core.Literal) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    def mask(variable: core.Var, value: Any) -> Any:
-        before = moments.get(variable)
-        if before is None or not _same_type(before, value):
-            return value
-        selected = lax.select_n(is_applied, before, value)
-        if not _same_type(selected, value):  # Later equations rely on the type.
-            return value
-        masked.add(variable)
-        return selected
-
-    for equation in program.eqns:
-        outputs = evaluate(equation, [read(atom) for atom in equation.invars])
-        for variable, value in zip(equation.outvars, outputs, strict=True):
-            values[variable] = mask(variable, value)
-
-    def finish(atom: core.Var | core.Literal, old: jax.Array) -> PyTree:
-        # A variable that fills two places of the state was masked with the old value of
-        # one of them only, so the other place is masked here.
-        is_variable = isinstance(atom, core.Var)
-        is_masked = is_variable and atom in masked and moments[atom] is old
-        return read(atom) if is_masked else mask_state(is_applied, read(atom), old)
-
-    updates = mask_updates(is_applied, jax.tree.map(read, updates))
-    return updates, jax.tree.map(finish, new, old)
+    inner = call.params["jaxpr"]
+    structure = jax.tree.structure(shapes)
+    moments = _moments(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
+    ordered = inner.replace(jaxpr=_masked_early(inner.jaxpr, moments))
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    inputs = [
+        atom.val if isinstance(atom, core.Literal) else values[atom]
+        for atom in call.invars
+    ]
+    outputs = bind(call.primitive, inputs, call.params | {"jaxpr": ordered})
+    results: tuple[PyTree, PyTree] = jax.tree.unflatten(structure, outputs)
+    return results
 
 
-def _moments(updates: PyTree, new: PyTree, old: PyTree) -> dict[core.Var, jax.Array]:
-    """Maps the variable of each new moment to the old moment.
+def _moments(updates: PyTree, new: PyTree) -> set[core.Var]:
+    """The variables of the masked moments.
 
     Moments are arrays of the state that have the shape of an update. Masking the rest
     early saves nothing, and must not happen to a count: if a skipped first step left it
     at zero, a bias correction would divide by zero, and `jax_debug_nans` would raise.
     """
     shapes = {update.aval.shape for update in jax.tree.leaves(updates)} - {()}
-    moments: dict[core.Var, jax.Array] = {}
-
-    def note(atom: core.Var | core.Literal, old: jax.Array) -> None:
-        is_moment = is_floating(old) and jnp.shape(old) in shapes
-        if is_moment and isinstance(atom, core.Var):
-            moments.setdefault(atom, old)
-
-    jax.tree.map(note, new, old)
-    return moments
+    return {
+        variable
+        for variable in jax.tree.leaves(new)
+        if variable.aval.shape in shapes
+        and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    }
 
 
-def _same_type(one: jax.Array, other: jax.Array) -> bool:
-    """Whether shape, dtype, sharding and varying axes are the same."""
-    return bool(jax.typeof(one) == jax.typeof(other))
+def _masked_early(program: core.Jaxpr, moments: set[core.Var]) -> core.Jaxpr:
+    """Masks each moment right after it is computed, and lets the rest read that."""
+    given = {*program.invars, *program.constvars}
+    masks: dict[core.Var, core.JaxprEqn] = {}
+    equations = []
+    for equation in program.eqns:
+        unmasked = _masked_by(equation, moments, given)
+        # A moment that fills two places of the state has two masks. The second stays
+        # where it is, and reads the first.
+        if unmasked is None or unmasked in masks:
+            equations.append(equation)
+        else:
+            masks[unmasked] = equation
+
+    ordered: list[core.JaxprEqn] = []
+    masked: dict[int, core.Var] = {}  # By identity, since a literal has no hash.
+    for equation in equations:
+        if not masked.keys().isdisjoint(map(id, equation.invars)):
+            invars = [masked.get(id(atom), atom) for atom in equation.invars]
+            equation = equation.replace(invars=invars)
+        ordered.append(equation)
+        for variable in equation.outvars:
+            if variable in masks:
+                ordered.append(masks[variable])
+                (masked[id(variable)],) = masks[variable].outvars
+    result: core.Jaxpr = program.replace(eqns=ordered)
+    return result
+
+
+def _masked_by(
+    equation: core.JaxprEqn, moments: set[core.Var], given: set[core.Var]
+) -> core.Var | None:
+    """The variable that an equation masks, if it may do so as soon as that is known."""
+    if equation.primitive is not lax.select_n_p or equation.outvars[0] not in moments:
+        return None
+    *others, new = equation.invars
+    if isinstance(new, core.Literal) or new in given:
+        return None
+    are_given = all(isinstance(atom, core.Literal) or atom in given for atom in others)
+    # Later equations rely on the type.
+    has_same_type = new.aval == equation.outvars[0].aval
+    return new if are_given and has_same_type else None

@@ -204,13 +204,67 @@ def test_updates_are_computed_from_the_masked_state():
     def run(finite, grads, state):
         return masked(finite, grads, state, momentum)
 
-    program = jax.make_jaxpr(run)(GOOD, GRADS, (OLD["moment"], OLD["count"])).jaxpr
+    outer = jax.make_jaxpr(run)(GOOD, GRADS, (OLD["moment"], OLD["count"])).jaxpr
+    (call,) = outer.eqns
+    program = call.params["jaxpr"].jaxpr
     _, moment, _ = program.outvars
     (mask,) = [e for e in program.eqns if moment in e.outvars]
     assert mask.primitive.name == "select_n"
     unmasked = mask.invars[2]
     assert [e for e in program.eqns if unmasked in e.invars] == [mask]
     assert any(moment in e.invars for e in program.eqns)
+
+
+@pytest.mark.parametrize("way", ["jit", "vmap in jit", "scan"])
+def test_an_update_is_traced_once(way):
+    # Tracing it takes most of the time that it takes to trace a step.
+    calls = []
+
+    def counted(grads, state):
+        calls.append(None)
+        return update(grads, state)
+
+    def run(finite, grads, state):
+        return masked(finite, grads, state, counted)
+
+    ways = {
+        "jit": run,
+        "vmap in jit": jax.vmap(run, in_axes=(0, None, None)),
+        "scan": lambda finite, *args: jax.lax.map(lambda x: run(x, *args), finite),
+    }
+    finite = GOOD if way == "jit" else jnp.asarray([True, False])
+    jax.jit(ways[way]).trace(finite, GRADS, OLD)
+    assert len(calls) == 1
+
+
+def test_a_traced_update_adds_one_equation_however_many_leaves_it_has():
+    # Its equations are not copied into the step one by one.
+    def equations(leaves):
+        grads = [GRADS] * leaves
+        tx = optax.adam(0.1)
+
+        def run(finite, grads, state):
+            return run_masked(finite, lambda: tx.update(grads, state), state)
+
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return jax.make_jaxpr(run)(GOOD, grads, tx.init(grads)).jaxpr.eqns
+
+    assert len(equations(1)) == len(equations(20)) == 1
+
+
+def test_an_update_that_reads_arrays_from_outside_is_masked_early():
+    rate, state = jnp.asarray(0.5), OLD["moment"]
+
+    def run(grads):
+        new = state + grads
+        return run_masked(BAD, lambda: (rate * new, (new, jnp.asarray(1))), (state, 0))
+
+    (*_, call) = jax.make_jaxpr(run)(GRADS).jaxpr.eqns
+    assert call.primitive.name in ("jit", "pjit")
+    updates, (moment, count) = jax.jit(run)(GRADS)
+    assert_same_bits(updates, -jnp.zeros(2))
+    assert_same_bits(moment, OLD["moment"])
+    assert count == 0
 
 
 @pytest.mark.parametrize("count", [0, 0.0])
@@ -262,7 +316,7 @@ def test_a_program_that_cannot_be_evaluated_is_masked_at_the_end(monkeypatch):
     def fail(*args):
         raise AttributeError
 
-    monkeypatch.setattr(_masking, "evaluate", fail)
+    monkeypatch.setattr(_masking, "bind", fail)
     run = jax.jit(lambda *args: masked(*args))
     assert_same_bits(run(BAD, GRADS, OLD)[1], OLD)
     assert_same_bits(run(GOOD, GRADS, OLD)[1], WAYS["jit"](GOOD, GRADS, OLD)[1])
