@@ -18,6 +18,7 @@ from optax_lossscale._autocast.values import (
     SUMS_OF_TWO,
     Origin,
     Value,
+    dtype_in_jax,
     identities,
     is_float32,
     is_move,
@@ -150,7 +151,7 @@ def _operand_dtype(value: Value, policy: Policy) -> Any:
     is_lowered = value.origin in (*OF_ARGUMENTS, Origin.NORMALIZED)
     counts_as_low = policy.lowers_everything and is_array and is_lowered
     counts_as_low |= value.origin is Origin.LOOP_CONSTANT
-    return policy.dtype if counts_as_low else jnp.dtype(jnp.result_type(value.array))
+    return policy.dtype if counts_as_low else jnp.dtype(dtype_in_jax(value.array))
 
 
 def _needs_float32(equation: Any, operands: Sequence[Value]) -> bool:

@@ -43,6 +43,7 @@ from optax_lossscale._autocast.values import (
     as_literal,
     as_operand,
     cast,
+    dtype_in_jax,
     identities,
     is_float32,
     narrow,
@@ -190,7 +191,7 @@ class _Frame:
         in_float32 = choice.dtype is None and equation.primitive.name in _RECOMPUTED
         if in_float32 or choice.is_recomputed:
             arrays = [operand.array for operand in operands]
-            if any(jnp.result_type(array).itemsize <= 2 for array in arrays):
+            if any(dtype_in_jax(array).itemsize <= 2 for array in arrays):
                 return evaluate_recomputed(equation, arrays)
         if equation.primitive.name in LOW and choice.dtype == self.policy.dtype:
             return self._multiply(equation, operands)

@@ -122,7 +122,7 @@ def origin_of(equation: Any, operands: Sequence[Value]) -> Origin:
     if name == "convert_element_type" and origins == {Origin.CONSTANT}:
         return Origin.CONSTANT
     is_power = name in POWERS or is_square(equation, identities(operands))
-    if is_power and any(jnp.result_type(x.array).itemsize == 2 for x in operands):
+    if is_power and any(dtype_in_jax(x.array).itemsize == 2 for x in operands):
         return Origin.POWER
     if name in COMMUTES | {*SUMS_OF_TWO, "mul"} and Origin.WIDE in origins:
         return Origin.WIDE
@@ -181,9 +181,16 @@ def _origin_of_moved(equation: Any, operands: Sequence[Value]) -> Origin | None:
     return Origin.BIAS if origin is Origin.ARGUMENT and becomes_row else origin
 
 
+def dtype_in_jax(array: Any) -> Any:
+    """The dtype of an array or number as an operation reads it."""
+    # `result_type` takes longer, and this is asked many times for each operation.
+    is_tracer = isinstance(array, jax.core.Tracer)
+    return array.aval.dtype if is_tracer else jnp.result_type(array)
+
+
 def cast(array: Any, dtype: Any) -> Any:
     """Casts an array to a dtype, if it has another one."""
-    same = jnp.result_type(array) == dtype
+    same = dtype_in_jax(array) == dtype
     return array if same else _convert(array, dtype)
 
 
@@ -194,7 +201,7 @@ def _convert(array: Any, dtype: Any) -> Any:
 
 def narrow(value: Value, dtype: Any) -> Any:
     """Casts a value's array; what may be a mask stays finite."""
-    is_wider = jnp.result_type(value.array).itemsize > jnp.dtype(dtype).itemsize
+    is_wider = dtype_in_jax(value.array).itemsize > jnp.dtype(dtype).itemsize
     to = _saturate if is_wider and value.origin in MAY_MASK else cast
     return to(value.array, dtype)
 
