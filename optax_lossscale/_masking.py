@@ -9,7 +9,6 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 import cmath
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,23 +47,7 @@ def _is_masked(leaf: object) -> bool:
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _zeros_unless(leaves: list[jax.Array], is_applied: jax.Array) -> list[jax.Array]:
-    zeros_like = _once_for_each_type(lambda leaf: lax.full_like(leaf, 0))
-    return [lax.select_n(is_applied, zeros_like(leaf), leaf) for leaf in leaves]
-
-
-def _once_for_each_type(
-    make: Callable[[jax.Array], jax.Array],
-) -> Callable[[jax.Array], jax.Array]:
-    """Makes one constant for all arrays of a type, which saves time in tracing."""
-    made: dict[Any, jax.Array] = {}
-
-    def constant_like(array: jax.Array) -> jax.Array:
-        kind = jax.typeof(array)
-        if kind not in made:
-            made[kind] = make(array)
-        return made[kind]
-
-    return constant_like
+    return [lax.select_n(is_applied, lax.full_like(leaf, 0), leaf) for leaf in leaves]
 
 
 @jax.jit
@@ -78,16 +61,16 @@ def mask_results(
 def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
     """If the step is skipped, zeroes updates, so that no bit of a parameter changes."""
 
-    def nothing(update: jax.Array) -> jax.Array:
+    def select(update: jax.Array) -> jax.Array:
         # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0. Converted and not negated, because
         # float8 dtypes without a negative zero have NaN there.
         zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-        return lax.full_like(update, zero if is_floating(update) else 0)
+        nothing = lax.full_like(update, zero if is_floating(update) else 0)
+        return lax.select_n(is_applied, nothing, update)
 
-    nothing_like = _once_for_each_type(nothing)
-    return jax.tree.map(
-        lambda update: lax.select_n(is_applied, nothing_like(update), update), updates
-    )
+    # Each has a zero of its own. XLA would shard one zero for all arrays of a shape in
+    # one way, and move it to those that are sharded in another.
+    return jax.tree.map(select, updates)
 
 
 def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
