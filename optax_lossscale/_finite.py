@@ -2,12 +2,12 @@
 
 Both read each leaf once, and should cost little more than that:
 
-* On a GPU each kernel launch costs time, and each reduction takes two kernels. So
-  leaves are concatenated in groups, and each group is reduced at once. XLA does not
-  write the concatenated array to memory.
-* On a TPU or CPU the concatenated array would be written to memory. On a CPU the input
-  of each reduction is written to memory too. So leaves of one shape are combined entry
-  by entry, and the result is reduced.
+* Each reduction takes two or three kernels on a GPU. So leaves of one shape are
+  combined entry by entry, and the result is reduced. Small leaves are concatenated.
+  Large ones are not, because XLA would write the concatenated array to memory, or each
+  leaf that a backward pass makes in another order of axes.
+* On a CPU the input of a reduction is written to memory. So leaves are also cut into
+  pieces, which are combined too, and one entry of 16 is written.
 * Leaves that may be sharded over devices are reduced one by one, because combining them
   could gather them.
 
@@ -18,6 +18,7 @@ becomes `False` or infinity before anything is reduced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -32,10 +33,11 @@ from optax_lossscale._scaling import unscale_leaves
 from optax_lossscale._tree import is_floating, real_parts, widen
 from optax_lossscale._types import AxisName, PyTree
 
-# 1000 leaves make 17 groups, so 34 kernels. XLA writes much larger groups to memory.
-_LEAVES_PER_CONCATENATION = 60
-# Larger groups do not stay in the TPU's on-chip memory until the update reads them too.
-_LEAVES_PER_COMBINATION = 16
+# Arrays that are combined into one. Larger groups take a GPU's compiler seconds, and do
+# not stay in a TPU's on-chip memory until the update reads them too.
+_GROUP = 16
+# Smaller arrays are concatenated.
+_SMALL = 2**14
 
 
 class _Statistic(NamedTuple):
@@ -263,52 +265,59 @@ def _reduce_leaves(
     def reduce_each(*leaves: jax.Array) -> jax.Array:
         return statistic.reduce_all(mapped(leaves))
 
-    def reduce_combined(*leaves: jax.Array) -> jax.Array:
-        return statistic.reduce_all(_combined(mapped(leaves), statistic.combine))
-
-    def reduce_concatenated(*leaves: jax.Array) -> jax.Array:
-        return statistic.reduce_all(mapped(_concatenated(leaves)))
+    def reduce_combined(*leaves: jax.Array, cut: bool) -> jax.Array:
+        groups = [_cut(group) if cut else group for group in _groups_of(leaves)]
+        return statistic.reduce_all(
+            [reduce(statistic.combine, mapped(group)) for group in groups]
+        )
 
     if not are_local:
         return reduce_each(*leaves)
     result: jax.Array = lax.platform_dependent(  # Chosen when the program is lowered.
         *leaves,
-        cuda=reduce_concatenated,
-        rocm=reduce_concatenated,
-        default=reduce_combined,
+        cpu=partial(reduce_combined, cut=True),
+        default=partial(reduce_combined, cut=False),
     )
     return result
 
 
-def _concatenated(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Flattens leaves and concatenates those of one dtype, in groups."""
-    by_dtype: dict[Any, list[jax.Array]] = {}
+def _groups_of(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Yields groups of arrays of one shape and dtype that hold all entries.
+
+    Small leaves are concatenated to arrays that are groups by themselves.
+    """
+    small: dict[Any, list[jax.Array]] = {}
+    large: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
-        by_dtype.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
-    return [
-        lax.concatenate(group, 0)
-        for flat in by_dtype.values()
-        for group in _groups(flat, _LEAVES_PER_CONCATENATION)
-    ]
+        if leaf.size < _SMALL:
+            small.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
+        else:
+            large.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
+    for same in small.values():
+        yield from ([lax.concatenate(group, 0)] for group in _split(same))
+    for same in large.values():
+        yield from _split(same)
 
 
-def _combined(
-    arrays: list[jax.Array], combine: Callable[[jax.Array, jax.Array], jax.Array]
-) -> list[jax.Array]:
-    """Combines arrays of equal shape entry by entry, in groups; all have one dtype."""
-    by_shape: dict[tuple[int, ...], list[jax.Array]] = {}
-    for array in arrays:
-        by_shape.setdefault(array.shape, []).append(array)
-    return [
-        reduce(combine, group)
-        for same in by_shape.values()
-        for group in _groups(same, _LEAVES_PER_COMBINATION)
-    ]
-
-
-def _groups(arrays: list[jax.Array], size: int) -> Iterator[list[jax.Array]]:
+def _split(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Yields groups of nearly equal size."""
+    size = math.ceil(len(arrays) / math.ceil(len(arrays) / _GROUP))
     for start in range(0, len(arrays), size):
         yield arrays[start : start + size]
+
+
+def _cut(group: list[jax.Array]) -> list[jax.Array]:
+    """Cuts each large array of a group into as many pieces as make a full group.
+
+    The last piece of an array may overlap the one before it.
+    """
+    count, size = _GROUP // len(group), group[0].size
+    if count < 2 or size < _SMALL:
+        return group
+    length = math.ceil(size / count)
+    starts = [min(i * length, size - length) for i in range(count)]
+    flat = [lax.reshape(array, (size,)) for array in group]
+    return [lax.slice(a, (start,), (start + length,)) for a in flat for start in starts]
 
 
 def _stack(scalars: list[jax.Array]) -> jax.Array:

@@ -9,6 +9,7 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 import cmath
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,16 @@ from optax_lossscale._tree import (
 from optax_lossscale._types import PyTree
 
 
-def mask_inputs(is_applied: jax.Array, tree: PyTree) -> PyTree:
+def mask_inputs(
+    is_applied: jax.Array, tree: PyTree, *, negative_zeros: bool = False
+) -> PyTree:
     """Replaces every floating array by zeros if the step is skipped.
 
     A finite Python number stays the number that it is, for which an optimizer may ask
     by `if`. One that is not finite is masked as an array is.
     """
-    return map_floating(_zeros_unless, tree, is_applied, is_mapped=_is_masked)
+    zeros_unless = partial(_zeros_unless, negative=negative_zeros)
+    return map_floating(zeros_unless, tree, is_applied, is_mapped=_is_masked)
 
 
 def _is_masked(leaf: object) -> bool:
@@ -45,9 +49,15 @@ def _is_masked(leaf: object) -> bool:
     return is_floating_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-@jax.jit  # Here and below, so that outside `jit` it is one dispatch.
-def _zeros_unless(leaves: list[jax.Array], is_applied: jax.Array) -> list[jax.Array]:
-    return [lax.select_n(is_applied, lax.full_like(leaf, 0), leaf) for leaf in leaves]
+# Jitted, here and below, so that outside `jit` it is one dispatch.
+@partial(jax.jit, static_argnames="negative")
+def _zeros_unless(
+    leaves: list[jax.Array], is_applied: jax.Array, *, negative: bool
+) -> list[jax.Array]:
+    zero = -0.0 if negative else 0.0
+    return [
+        lax.select_n(is_applied, lax.full_like(leaf, zero), leaf) for leaf in leaves
+    ]
 
 
 @jax.jit

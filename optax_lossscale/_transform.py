@@ -223,7 +223,10 @@ def loss_scaled(
         if accepted is not None:
             verdict = reject_unless(accepted, verdict, loss_scale_state)
         grads = unscale(grads, scaled_by, mask=mask)
-        grads, extra_args = mask_inputs(verdict.is_applied, (grads, extra_args))
+        # A backward pass that scatters starts from zeros, and XLA would store zeros that
+        # it shares with this mask.
+        grads = mask_inputs(verdict.is_applied, grads, negative_zeros=True)
+        extra_args = mask_inputs(verdict.is_applied, extra_args)
 
         def run() -> tuple[optax.Updates, optax.OptState]:
             updates, new = optimizer.update(grads, inner_state, params, **extra_args)

