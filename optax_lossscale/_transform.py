@@ -223,8 +223,8 @@ def loss_scaled(
         if accepted is not None:
             verdict = reject_unless(accepted, verdict, loss_scale_state)
         grads = unscale(grads, scaled_by, mask=mask)
-        # A backward pass that scatters starts from zeros, and XLA would store zeros that
-        # it shares with this mask.
+        # Positive zeros would be shared with those that a scatter in the backward pass
+        # starts from, and XLA would store them.
         grads = mask_inputs(verdict.is_applied, grads, negative_zeros=True)
         extra_args = mask_inputs(verdict.is_applied, extra_args)
 

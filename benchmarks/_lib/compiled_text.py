@@ -5,9 +5,33 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done"}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 BITS = {"pred": 8, "bf16": 16}
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
+CALLED = re.compile(r"(?:calls|body|to_apply)=%([\w.\-]+)")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+PARTS = {"slice", "dynamic-slice", "gather"}
+
+
+class Instruction(NamedTuple):
+    """One line of a compiled program.
+
+    Attributes:
+      type: The type of its result.
+      operation: What it does.
+      operands: The names of its operands.
+      rest: What stands behind the name of the operation.
+    """
+
+    type: str
+    operation: str
+    operands: list[str]
+    rest: str
+
+
+Computation = dict[str, Instruction]
 
 
 def bytes_of(types: str) -> int:
@@ -16,7 +40,7 @@ def bytes_of(types: str) -> int:
     Arrays in a TPU's on-chip memory, which XLA marks with `S(1)`, count as zero.
     """
     total = 0
-    for name, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", types):
+    for name, dims, layout in ARRAY.findall(types):
         bits = BITS.get(name) or int(re.sub(r"\D", "", name) or 0)
         if "S(" not in layout:
             size = math.prod(int(size) for size in dims.split(",") if size)
@@ -24,37 +48,111 @@ def bytes_of(types: str) -> int:
     return total
 
 
+def instructions_of(body: str) -> Computation:
+    """Reads the instructions of a computation, by the names of their results."""
+    found = {}
+    for line in body.splitlines():
+        if match := INSTRUCTION.match(line):
+            name, result, operation, rest = match.groups()
+            operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+            found[name] = Instruction(result, operation, operands, rest)
+    return found
+
+
 def bytes_and_kernels(program: str) -> tuple[int, int]:
     """Returns the bytes that a compiled program moves, and the kernels that it runs.
 
-    Each operation of the entry computation is a kernel that reads each of its operands
-    once and writes its result. The operations in `FREE` move nothing.
+    Each operation is a kernel that reads each of its operands once and writes its
+    result. From an array of which it takes only slices, it reads these, and to an array
+    that it updates in place, it writes the new part. The body of a loop counts as often
+    as the loop runs. A copy that a TPU makes while it computes moves bytes but is no
+    kernel, and the operations in `FREE` move nothing.
     """
-    entry = program[program.index("\nENTRY") :]
-    types: dict[str, str] = {}
+    bodies = {
+        name: instructions_of(body) for name, body in COMPUTATION.findall(program)
+    }
+    entry = re.search(r"^ENTRY %([\w.\-]+)", program, re.M)
+    return cost_of(bodies[entry[1]], bodies)
+
+
+def cost_of(body: Computation, bodies: dict[str, Computation]) -> tuple[int, int]:
+    """Returns the bytes and the kernels of one computation and of those it calls."""
     moved = kernels = 0
-    for line in entry[: entry.index("\n}")].splitlines():
-        match = INSTRUCTION.match(line)
-        if not match:
+    for instruction in body.values():
+        operation, rest = instruction.operation, instruction.rest
+        called = bodies.get(match[1], {}) if (match := CALLED.search(rest)) else {}
+        if operation in FREE or operation.endswith("-done"):
             continue
-        name, result, operation, rest = match.groups()
-        types[name] = result
-        if operation in FREE:
-            continue
-        kernels += 1
-        operands = set(re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
-        moved += sum(bytes_of(types[operand]) for operand in operands)
-        # The result type of `copy-start` repeats the operand; only the copy is written.
-        written = result if operation != "copy-start" else result.split("}, ")[0] + "}"
-        moved += bytes_of(written)
+        if operation.endswith("-start"):
+            moved += bytes_of_transfer(instruction)
+        elif operation in ("while", "call"):
+            trips = TRIPS.search(rest)
+            inside = cost_of(called, bodies)
+            moved += inside[0] * int(trips[1] if trips else 1)
+            kernels += inside[1] * int(trips[1] if trips else 1)
+        else:
+            kernels += 1
+            moved += bytes_of_kernel(instruction, body, called)
     return moved, kernels
+
+
+def bytes_of_transfer(start: Instruction) -> int:
+    """Returns the bytes that an asynchronous copy or slice reads and writes.
+
+    The type of a copy is `(target, source, ...)`, that of a slice
+    `((source), target, ...)`, and a slice reads as many entries as it writes.
+    """
+    first, second = list(ARRAY.finditer(start.type))[:2]
+    if start.operation == "slice-start":
+        source = f"{first[1]}[{second[2]}]{first[3] or ''}"
+        return bytes_of(source) + bytes_of(second[0])
+    return bytes_of(first[0]) + bytes_of(second[0])
+
+
+def bytes_of_kernel(
+    kernel: Instruction, around: Computation, fused: Computation
+) -> int:
+    """Returns the bytes that a kernel reads and writes; `fused` is what it computes."""
+    names = {operand: operand for operand in kernel.operands}
+    inside = fused if kernel.operation == "fusion" else {"": kernel}
+    if kernel.operation == "fusion":
+        for name, each in fused.items():
+            if each.operation == "parameter":
+                names[kernel.operands[int(each.rest.split(")")[0])]] = name
+    moved = bytes_of(kernel.type)
+    for each in inside.values():
+        if each.operation == "dynamic-update-slice" and each.operands[1] in inside:
+            moved -= bytes_of(each.type) - bytes_of(inside[each.operands[1]].type)
+    for operand, name in names.items():
+        whole = bytes_of(around[operand].type)
+        part = bytes_read(name, inside)
+        moved += whole if part is None else min(part, whole)
+    return moved
+
+
+def bytes_read(name: str, inside: Computation) -> int | None:
+    """Returns the bytes of the parts that are taken of an array, or None if all is."""
+    total = 0
+    for user, each in inside.items():
+        if name not in each.operands:
+            continue
+        is_first = each.operands[0] == name and name not in each.operands[1:]
+        if each.operation in PARTS and is_first:
+            total += bytes_of(each.type)
+        elif each.operation == "bitcast":
+            part = bytes_read(user, inside)
+            if part is None:
+                return None
+            total += part
+        elif not (each.operation == "dynamic-update-slice" and is_first):
+            return None
+    return total
 
 
 COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
     r"(-start)?\((.*?)\), (.*)"
 )
-COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
 MOVED = re.compile(
     r" (?:bitcast|copy|copy-start|copy-done|get-tuple-element)\(%([\w.\-]+)"
 )

@@ -164,6 +164,7 @@ class Decoder(nn.Module):
     vocabulary: int = 50
     length: int = 32
     width: int = 64
+    depth: int = 2
     dtype: Any = None
     sharding: Any = None
 
@@ -179,7 +180,9 @@ class Decoder(nn.Module):
         else:
             x, project = self.split(embed(tokens)), None
         x, positions = nn.dtypes.promote_dtype(x, positions, dtype=self.dtype)
-        encoder = Encoder(self.width, is_causal=True, dtype=self.dtype, project=project)
+        encoder = Encoder(
+            self.width, self.depth, is_causal=True, dtype=self.dtype, project=project
+        )
         x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
         return self.split(embed.attend(x))
 

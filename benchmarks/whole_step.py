@@ -1,0 +1,176 @@
+"""Compares whole training steps with and without loss scaling: a table for each model.
+
+    python benchmarks/whole_step.py [--platforms cuda v100 tpu] [--models GPT] [--quick]
+
+The script needs no TPU and no GPU, only their compilers: `pip install libtpu
+'jax[cuda12]'`. Bytes, kernels and temporary memory are those of the compiled program.
+The limit is the step without loss scaling, plus one more read of the gradients in the
+dtype in which they are produced. With `--platforms here` the steps are compiled for the
+device that JAX uses, and timed on it.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from _lib.compiled_text import bytes_and_kernels
+from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
+from _lib.steps import MODELS, OPTIMIZERS, SCALERS, WAYS, make_step
+from _lib.tables import print_tables, versions
+from optax_lossscale._checks import check_output_file
+
+ROUNDS = 30
+
+
+class Cost(NamedTuple):
+    """The cost of a compiled step.
+
+    Attributes:
+      moved: Bytes that the step reads from memory and writes to it.
+      kernels: Number of kernels, counted as often as they run.
+      temporaries: Bytes of temporary arrays.
+      trace_s: Seconds to trace.
+      compile_s: Seconds to compile.
+      time_s: Seconds of a step, where there is a device.
+      grad_bytes: Bytes of all gradients.
+    """
+
+    moved: int
+    kernels: int
+    temporaries: int
+    trace_s: float
+    compile_s: float
+    time_s: float | None
+    grad_bytes: int
+
+
+def cost(
+    platform: str, model: str, way: str, optimizer: str, scaler: str, small: bool
+) -> Cost:
+    """Compiles one step, with parameters and state donated, and returns its cost."""
+    run, args, grad_bytes = make_step(model, way, optimizer, scaler, small)
+    is_here = platform == "here"
+    device = jax.devices()[0] if is_here else device_of(platform)
+    sharding = SingleDeviceSharding(device)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    start = time.perf_counter()
+    traced = jax.jit(run, donate_argnums=(0, 1)).trace(*args)
+    trace_s = time.perf_counter() - start
+    lowered = traced.lower()
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - start
+    moved, kernels = bytes_and_kernels(compiled.as_text())
+    if device.platform == "cpu":
+        moved = int(compiled.cost_analysis()["bytes accessed"])
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    time_s = seconds(compiled, args) if is_here else None
+    return Cost(moved, kernels, temporaries, trace_s, compile_s, time_s, grad_bytes)
+
+
+def seconds(compiled: Any, args: Any) -> float:
+    """Returns the median time of a step on arrays of ones and zeros."""
+    params, state, *batch = jax.tree.map(
+        lambda x: jnp.full(x.shape, jnp.issubdtype(x.dtype, jnp.floating), x.dtype),
+        args,
+    )
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        params, state, _ = jax.block_until_ready(compiled(params, state, *batch))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
+def row(names: dict[str, str], own: Cost, bare: Cost) -> dict[str, str]:
+    """Describes a step beside the same step without loss scaling."""
+    limit = bare.moved + bare.grad_bytes
+    times = {} if own.time_s is None else {"ms": f"{1e3 * own.time_s:.2f}"}
+    return names | {
+        "MB": f"{own.moved / 1e6:.0f}",
+        "/ limit": f"{own.moved / limit:.3f}",
+        "loss scaling's share": f"{1 - bare.moved / own.moved:.1%}",
+        "kernels": str(own.kernels),
+        "more": f"{own.kernels - bare.kernels:+d}",
+        "temporary MB": f"{own.temporaries / 1e6:.0f}",
+        "trace s": f"{own.trace_s:.2f}",
+        "compile s": f"{own.compile_s:.1f}",
+        **times,
+    }
+
+
+def rows_of(
+    platform: str, model: str, ways: list[str], optimizers: list[str], scalers: Any
+) -> list[dict[str, str]]:
+    """Returns a row for each way, optimizer and scaler that fits it."""
+    is_small = platform == "here" and jax.default_backend() == "cpu"
+    rows = []
+    for way in ways:
+        for optimizer in optimizers:
+            bare = cost(platform, model, way, optimizer, "none", is_small)
+            for scaler in scalers:
+                if scaler != "none" and way == "float32":
+                    continue
+                if scaler == "flax DynamicScale" and way != "by hand":
+                    continue
+                case = (platform, model, way, optimizer, scaler, is_small)
+                names = {
+                    "compiled for": DEVICE_NAMES.get(platform, "this device"),
+                    "precision": way,
+                    "optimizer": optimizer,
+                    "loss scaling": scaler,
+                }
+                own = bare if scaler == "none" else cost(*case)
+                rows.append(row(names, own, bare))
+    return rows
+
+
+def main() -> None:
+    """Prints a table for each model, and writes them as JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--platforms",
+        nargs="+",
+        choices=["cuda", "v100", "tpu", "here"],
+        default=["cuda", "v100", "tpu"],
+        help="compile for these; `here` also times the steps (default: all but this)",
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument(
+        "--json", type=check_output_file, help="write the tables to a file"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="AdamW only, and not the headroom rule"
+    )
+    arguments = parser.parse_args()
+    if "here" not in arguments.platforms:
+        use_host_cpu()
+    tables: dict[str, list[dict[str, str]]] = {}
+    plain = [scaler for scaler in SCALERS if "headroom" not in scaler]
+    others = list(OPTIMIZERS)[1:]
+    for model in arguments.models:
+        tables[model] = []
+        for platform in arguments.platforms:
+            tables[model] += rows_of(platform, model, arguments.ways, ["adamw"], plain)
+            if arguments.quick or "autocast, O1" not in arguments.ways:
+                continue
+            ways = ["autocast, O1"]
+            tables[model] += rows_of(
+                platform, model, ways, ["adamw"], ["loss_scaled, headroom"]
+            )
+            scalers = ["none", "loss_scaled"]
+            tables[model] += rows_of(platform, model, ways, others, scalers)
+    title = f"{versions()}; limit: without loss scaling, and one read of the gradients"
+    print_tables(title, tables, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
