@@ -20,7 +20,7 @@ import optax
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
-from _lib.updates import OPTIMIZERS, WAYS, Way, shape_of
+from _lib.updates import OPTIMIZERS, SHAPES, WAYS, Way, read_alone, shape_of
 from optax_lossscale._checks import check_output_file
 
 ROUNDS = 60
@@ -94,21 +94,26 @@ def eager_ratio(params: Any, grads: Any) -> float:
     return statistics.median(ratios[5:])
 
 
-def make_inputs(leaves: int, size: int, dtype: Any) -> tuple[Any, Any]:
+def make_inputs(shapes: list[tuple[int, ...]], dtype: Any) -> tuple[Any, Any]:
     """Makes parameters, and scaled gradients that are finite in `dtype`."""
     rng = np.random.default_rng(0)
-    shape = shape_of(size)
-    params = [jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(leaves)]
-    grads = [jnp.asarray(rng.normal(size=shape) * 100, dtype) for _ in range(leaves)]
+    params = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    grads = [jnp.asarray(rng.normal(size=shape) * 100, dtype) for shape in shapes]
     return params, grads
 
 
 def compare(
-    optimizer: str, dtype: Any, leaves: int, size: int, names: list[str], repeats: int
+    optimizer: str, dtype: Any, leaves: str, names: list[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """Returns a row for each way: its times divided by those of the first way."""
-    params, grads = make_inputs(leaves, size, dtype)
-    ways = [WAYS[name](OPTIMIZERS[optimizer]) for name in names]
+    """Returns a row for each way: its times divided by those of the first way.
+
+    `leaves` is a key of `SHAPES`, or number and size, such as `"60 x 100000"`.
+    """
+    number, _, size = leaves.partition(" x ")
+    shapes = SHAPES.get(leaves) or [shape_of(int(size))] * int(number)
+    params, grads = make_inputs(shapes, dtype)
+    makers = WAYS | {"one read alone": read_alone}
+    ways = [makers[name](OPTIMIZERS[optimizer]) for name in names]
     programs = [make_program(way, params, grads, repeats) for way in ways]
     first = programs[0]
     return [
@@ -116,7 +121,7 @@ def compare(
             "way": name,
             "optimizer": optimizer,
             "gradients": jnp.dtype(dtype).name,
-            "leaves": f"{leaves} x {size}",
+            "leaves": leaves,
             "time": f"{ratio:.2f}",
             "compile time": f"{program.compile_s / first.compile_s:.2f}",
             "trace time": f"{program.trace_s / first.trace_s:.2f}",
@@ -137,29 +142,32 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=100_000, help="entries of an array")
     parser.add_argument("--quick", action="store_true", help="print one table only")
     arguments = parser.parse_args()
-    shape = arguments.leaves, arguments.size
+    leaves = f"{arguments.leaves} x {arguments.size}"
 
     print(f"{versions()}; times over the bare optimizer's\n")
-    rows = compare("adamw", jnp.float16, *shape, list(WAYS), 3)
+    rows = compare("adamw", jnp.float16, leaves, list(WAYS), 3)
     print_table(rows)
-    eager = eager_ratio(*make_inputs(*shape, jnp.float16))
+    shapes = [shape_of(arguments.size)] * arguments.leaves
+    eager = eager_ratio(*make_inputs(shapes, jnp.float16))
     print(f"\n`update` outside `jit`, AdamW: {eager:.2f}\n")
 
-    cases = [(name, jnp.float16, *shape) for name in OPTIMIZERS]
-    cases += [("adamw", dtype, *shape) for dtype in (jnp.bfloat16, jnp.float32)]
+    cases = [(name, jnp.float16, leaves) for name in OPTIMIZERS]
+    cases += [("adamw", dtype, leaves) for dtype in (jnp.bfloat16, jnp.float32)]
     cases += [
-        ("adamw", jnp.float16, leaves, size)
-        for leaves, size in [
-            (1, 10_000),
-            (1, 6_000_000),
-            (10, 100_000),
-            (1000, 100_000),
-        ]
+        ("adamw", jnp.float16, other)
+        for other in ("1 x 10000", "1 x 6000000", "10 x 100000", "1000 x 100000")
+    ]
+    cases += [
+        ("adamw", dtype, other)
+        for other in SHAPES
+        for dtype in (jnp.float16, jnp.float32)
     ]
     ours = list(WAYS)[:2]
     cases = [] if arguments.quick else cases
     matrix = [compare(*case, ours, 2)[1] for case in cases]
     if matrix:
+        ways = [ours[0], "one read alone"]
+        matrix += [compare("adamw", jnp.float32, x, ways, 1)[1] for x in SHAPES]
         print_table(matrix)
     if arguments.json is not None:
         tables = {"versions": versions(), "eager": eager, "rows": rows + matrix}

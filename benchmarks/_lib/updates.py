@@ -57,6 +57,17 @@ def loss_scaled(inner: optax.GradientTransformation) -> Way:
     return Way(tx.init, step)
 
 
+def read_alone(_: optax.GradientTransformation) -> Way:
+    """Reads float32 gradients and does nothing else: the least that a check costs."""
+
+    def step(params, state, grads):
+        # A library computes products with vectors, at the speed of the memory.
+        products = [grad @ jnp.zeros(grad.shape[-1:]) for grad in grads]
+        return params, sum(jnp.sum(product) for product in products)
+
+    return Way(lambda params: jnp.float32(0), step)
+
+
 @jax.custom_vjp
 def _loss_with_grads(params, grads):
     """A loss whose gradient is `grads`; `DynamicScale` only takes a loss function."""
@@ -136,6 +147,13 @@ WAYS = {
     "flax DynamicScale": flax_dynamic_scale,
     "optax.apply_if_finite": apply_if_finite,
     "by hand": by_hand,
+}
+
+# A GPT of six layers, each with four products, four biases and two normalizations.
+LAYER = [(512, 1536), (512, 512), (512, 2048), (2048, 512), (1536,), (2048,)]
+SHAPES = {
+    "GPT's 76": [(4096, 512), (256, 512), *6 * (LAYER + 6 * [(512,)]), *2 * [(512,)]],
+    "80 that differ": [(64 + 8 * i, 256 + 4 * i) for i in range(80)],
 }
 
 

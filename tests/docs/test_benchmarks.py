@@ -3,6 +3,7 @@
 The limits are written here; the tables of `benchmarks/README.md` are not read.
 """
 
+import importlib
 import json
 import pathlib
 import subprocess
@@ -43,6 +44,54 @@ def test_the_compiled_step_moves_few_more_bytes_than_the_least_possible(tmp_path
     assert float(rows["optax_lossscale"]["temporary MB more"]) <= 6
     assert float(rows["flax DynamicScale"]["/ limit"]) > 1.5
     assert float(rows["by hand"]["temporary MB more"]) > 24
+
+
+PROGRAM = """HloModule step
+
+%fused (a: f32[100,8], i: s32[]) -> f32[8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,8]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,8}
+  ROOT %flat = f32[8]{0} bitcast(%row)
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %y = f32[8]{0} negate(%x)
+  ROOT %next = (s32[], f32[8]{0}) tuple(%i, %y)
+}
+
+ENTRY %main (a: f32[100,8], i: s32[]) -> (s32[], f32[8]) {
+  %a = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[8]{0} fusion(%a, %i), kind=kLoop, calls=%fused
+  %first = (s32[], f32[8]{0}) tuple(%i, %row)
+  %start = ((f32[100,8]{1,0}), f32[2,8]{1,0:S(1)}, s32[]) slice-start(%a), slice={[0:2]}
+  %done = f32[2,8]{1,0:S(1)} slice-done(%start)
+  ROOT %loop = (s32[], f32[8]{0}) while(%first), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""  # noqa: E501
+
+
+def test_loops_count_as_often_as_they_run_and_slices_as_what_they_take():
+    compiled_text = importlib.import_module("_lib.compiled_text")
+    a_slice, a_loop, a_copy = 32 + 4 + 32, 5 * (32 + 32), 64
+    expected = a_slice + a_loop + a_copy, 1 + 5
+    assert compiled_text.bytes_and_kernels(PROGRAM) == expected
+
+
+def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
+    path = tmp_path / "steps.json"
+    command = [sys.executable, BENCHMARKS / "whole_step.py", "--platforms", "here"]
+    command += ["--models", "LSTM", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    rows = json.loads(path.read_text())["LSTM"]
+    assert len(rows) == 10
+    assert all(float(row["ms"]) > 0 for row in rows)
+    assert {row["loss scaling"] for row in rows if row["precision"] == "float32"} == {
+        "none"
+    }
 
 
 def test_the_overhead_is_measured_for_every_way(tmp_path):

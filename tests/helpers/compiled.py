@@ -2,8 +2,12 @@
 
 import collections
 import re
+import warnings
 
 import jax
+from jax.sharding import SingleDeviceSharding
+
+from _lib.steps import make_step
 
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
@@ -43,3 +47,20 @@ def run_on_cpu(compiled, *args):
     arrays = [jax.device_put(arg, device) for arg in jax.tree.leaves(args)]
     results = executable.execute_sharded(arrays)
     return [part for (part,) in results.disassemble_into_single_device_arrays()]
+
+
+def compiled_step(model, way, scaler, device=None):
+    """A whole step of `benchmarks/_lib/steps.py`, and the bytes of its gradients."""
+    sharding = SingleDeviceSharding(device or jax.devices("cpu")[0])
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        warnings.catch_warnings(action="ignore"),  # Flax renames its attention.
+    ):
+        step = make_step(model, way, "adamw", scaler)
+        args = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            step.args,
+        )
+        lowered = jax.jit(step.run, donate_argnums=(0, 1)).lower(*args)
+    return lowered.compile(), step.grad_bytes

@@ -14,8 +14,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import optax_lossscale as ols
+from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import device_of
-from helpers.compiled import run_on_cpu
+from helpers.compiled import compiled_step, run_on_cpu
 from helpers.inner import lenient
 
 pytest.importorskip("jax_cuda12_plugin", reason="jax[cuda12] is not installed")
@@ -184,3 +185,14 @@ def test_rounding_masters_takes_no_kernel_of_its_own():
     params = jnp.ones(100, jnp.float16)
     program = compiled(tx.update, params, tx.init(params), params).as_text()
     assert program.count(" fusion(") == 1
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "v100"])
+@pytest.mark.parametrize("model", ["GPT", "ResNet-18", "LSTM"])
+def test_in_a_whole_step_loss_scaling_reads_the_gradients_once_more(model, gpu):
+    (bare, read), (scaled, _) = (
+        compiled_step(model, "autocast, O1", scaler, device_of(gpu))
+        for scaler in ("none", "loss_scaled")
+    )
+    moved = [bytes_and_kernels(step.as_text())[0] for step in (bare, scaled)]
+    assert moved[1] < 1.01 * (moved[0] + read)

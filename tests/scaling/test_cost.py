@@ -7,6 +7,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7
+from helpers.compiled import compiled_step
 from helpers.inner import lenient
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +28,7 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-def compiled_step(tx, dtype, cast):
+def compiled_update(tx, dtype, cast):
     def step(params, state, grads):
         if cast:
             grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
@@ -48,8 +49,8 @@ def compiled_step(tx, dtype, cast):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
     bare = lenient(OPTIMIZERS[name])
-    plain = compiled_step(bare, dtype, cast=True)
-    scaled = compiled_step(ols.loss_scaled(bare), dtype, cast=False)
+    plain = compiled_update(bare, dtype, cast=True)
+    scaled = compiled_update(ols.loss_scaled(bare), dtype, cast=False)
     # On a CPU the check's bools are written and read: one byte an entry, and once for
     # all leaves of one shape.
     read = LEAVES * SIZE * jnp.dtype(dtype).itemsize + 2 * SIZE
@@ -68,7 +69,7 @@ def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
 def test_headroom_reads_the_gradients_no_more_often_than_the_classic_rule():
     bare = lenient(OPTIMIZERS["adamw"])
     classic, headroom = (
-        compiled_step(ols.loss_scaled(bare, rule), jnp.float16, cast=False)
+        compiled_update(ols.loss_scaled(bare, rule), jnp.float16, cast=False)
         for rule in (ols.dynamic_loss_scale(), ols.headroom_loss_scale())
     )
     # A magnitude has 4 bytes where a bool has one, written and read for one leaf of
@@ -76,3 +77,16 @@ def test_headroom_reads_the_gradients_no_more_often_than_the_classic_rule():
     more = 2 * 3 * SIZE + 80_000
     expected = classic.cost_analysis()["bytes accessed"]
     assert headroom.cost_analysis()["bytes accessed"] <= expected + more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["by hand", "autocast, O1", "masters"])
+def test_a_whole_step_of_a_gpt_moves_little_more_than_one_read_and_stores_nothing(way):
+    # Two reads of 43 MB or less, of 15 GB or more: a copy of a moment would be 85 MB.
+    (bare, read), (scaled, _) = (
+        compiled_step("GPT", way, scaler) for scaler in ("none", "loss_scaled")
+    )
+    moved = [step.cost_analysis()["bytes accessed"] for step in (bare, scaled)]
+    stored = [step.memory_analysis().temp_size_in_bytes for step in (bare, scaled)]
+    assert moved[1] < moved[0] + 2.1 * read
+    assert stored[1] < stored[0] + 1e6
