@@ -7,7 +7,7 @@ Both read each leaf once, and should cost little more than that:
   Large ones are not, because XLA would write the concatenated array to memory, or each
   leaf that a backward pass makes in another order of axes.
 * On a CPU the input of a reduction is written to memory. So leaves are also cut into
-  pieces, which are combined too, and one entry of 16 is written.
+  pieces, which are combined too, and about one entry of 16 is written.
 * Leaves that may be sharded over devices are reduced one by one, because combining them
   could gather them.
 
@@ -289,7 +289,7 @@ def _groups_of(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
     small: dict[Any, list[jax.Array]] = {}
     large: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
-        if leaf.size < _SMALL:
+        if _is_small(leaf):
             small.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
         else:
             large.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
@@ -297,6 +297,11 @@ def _groups_of(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
         yield from ([lax.concatenate(group, 0)] for group in _split(same))
     for same in large.values():
         yield from _split(same)
+
+
+def _is_small(leaf: jax.Array) -> bool:
+    """Whether a leaf has few entries; one with a symbolic shape may have many."""
+    return isinstance(leaf.size, int) and leaf.size < _SMALL
 
 
 def _split(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
@@ -312,7 +317,7 @@ def _cut(group: list[jax.Array]) -> list[jax.Array]:
     The last piece of an array may overlap the one before it.
     """
     count, size = _GROUP // len(group), group[0].size
-    if count < 2 or size < _SMALL:
+    if count < 2 or not isinstance(size, int) or size < _SMALL:
         return group
     length = math.ceil(size / count)
     starts = [min(i * length, size - length) for i in range(count)]

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -202,6 +203,20 @@ def test_a_group_holds_at_most_sixteen_arrays_of_one_shape():
     assert shapes[:3] == [[(42,)], [(42,)], [(36,)]]
     assert [len(group) for group in groups[3:]] == [13, 13, 13, 11, 1]
     assert {*shapes[3]} == {(SMALL, 2)}
+
+
+@pytest.mark.parametrize("columns", [3, 20_000])
+def test_leaves_of_symbolic_shapes_are_read_for_every_platform(columns):
+    (rows,) = jax.export.symbolic_shape("rows")
+    tree = [jax.ShapeDtypeStruct((rows, columns), jnp.float32)] * 2
+    for function in (ols.all_finite, ols.max_magnitude):
+        exported = jax.export.export(
+            jax.jit(lambda tree, function=function: function(tree)),
+            platforms=("cpu", "cuda", "tpu"),
+        )(tree)
+        good, bad = jnp.ones((2, columns)), jnp.full((2, columns), jnp.nan)
+        assert float(exported.call([good, good])) == 1
+        assert float(exported.call([good, bad])) in (0, jnp.inf)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
