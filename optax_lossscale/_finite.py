@@ -4,8 +4,8 @@ Both read each leaf once, and should cost little more than that:
 
 * Each reduction takes two or three kernels on a GPU. So leaves of one shape are
   combined entry by entry, and the result is reduced. Small leaves are concatenated.
-  Large ones are not, because XLA would write the concatenated array to memory, or each
-  leaf that a backward pass makes in another order of axes.
+  Large ones are not: XLA would write the concatenated array to memory, or transposed
+  copies of the leaves.
 * On a CPU the input of a reduction is written to memory. So leaves are also cut into
   pieces, which are combined too, and about one entry of 16 is written.
 * Leaves that may be sharded over devices are reduced one by one, because combining them

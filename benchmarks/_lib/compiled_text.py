@@ -41,11 +41,16 @@ def bytes_of(types: str) -> int:
     """
     total = 0
     for name, dims, layout in ARRAY.findall(types):
-        bits = BITS.get(name) or int(re.sub(r"\D", "", name) or 0)
         if "S(" not in layout:
             size = math.prod(int(size) for size in dims.split(",") if size)
-            total += size * bits // 8
+            total += size * bits_of(name) // 8
     return total
+
+
+def bits_of(dtype: str) -> int:
+    """Returns the bits of an entry, such as 8 of `f8e4m3fn`."""
+    digits = re.search(r"\d+", dtype)
+    return BITS.get(dtype) or int(digits[0] if digits else 0)
 
 
 def instructions_of(body: str) -> Computation:
@@ -63,10 +68,10 @@ def bytes_and_kernels(program: str) -> tuple[int, int]:
     """Returns the bytes that a compiled program moves, and the kernels that it runs.
 
     Each operation is a kernel that reads each of its operands once and writes its
-    result. From an array of which it takes only slices, it reads these, and to an array
-    that it updates in place, it writes the new part. The body of a loop counts as often
-    as the loop runs. A copy that a TPU makes while it computes moves bytes but is no
-    kernel, and the operations in `FREE` move nothing.
+    result. Of an array that it only slices, it reads the slices; of one that it updates
+    in place, it writes the new part. The body of a loop counts as often as the loop
+    runs. A copy that a TPU makes while it computes moves bytes but is no kernel. The
+    operations in `FREE` move nothing.
     """
     bodies = {
         name: instructions_of(body) for name, body in COMPUTATION.findall(program)
@@ -119,10 +124,14 @@ def bytes_of_kernel(
         for name, each in fused.items():
             if each.operation == "parameter":
                 names[kernel.operands[int(each.rest.split(")")[0])]] = name
-    moved = bytes_of(kernel.type)
+    written = kernel.type
+    if kernel.operation == "custom-call":  # Beside results it names room to work in.
+        written = re.sub(r"s8\[[\d,]*\]", "", written)
+    moved = bytes_of(written)
+    known = around | inside
     for each in inside.values():
-        if each.operation == "dynamic-update-slice" and each.operands[1] in inside:
-            moved -= bytes_of(each.type) - bytes_of(inside[each.operands[1]].type)
+        if each.operation == "dynamic-update-slice":
+            moved -= bytes_of(each.type) - bytes_of(known[each.operands[1]].type)
     for operand, name in names.items():
         whole = bytes_of(around[operand].type)
         part = bytes_read(name, inside)
@@ -178,8 +187,7 @@ class Sent(NamedTuple):
     @property
     def megabytes(self) -> float:
         """The size of the whole array."""
-        bits = BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
-        return self.elements * bits / 8e6
+        return self.elements * bits_of(self.dtype) / 8e6
 
 
 def sent_arrays(program: str) -> Iterator[Sent]:
