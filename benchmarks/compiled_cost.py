@@ -10,14 +10,12 @@ read of the gradients.
 
 import argparse
 import json
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from _lib.compiled_text import bytes_and_kernels
+from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
@@ -26,45 +24,15 @@ from optax_lossscale._checks import check_output_file
 PLATFORMS = ["cpu", "tpu", "cuda"]
 
 
-class Cost(NamedTuple):
-    """The cost of a compiled step.
-
-    Attributes:
-      moved: Bytes that the step reads from memory and writes to it.
-      kernels: Number of kernels.
-      temporaries: Bytes of temporary arrays.
-      compile_s: Seconds to compile.
-    """
-
-    moved: int
-    kernels: int
-    temporaries: int
-    compile_s: float
-
-
 def cost(
     platform: str, way: str, optimizer: str, dtype: Any, leaves: int, size: int
 ) -> Cost:
     """Compiles one step with parameters and state donated, and returns its cost."""
-    sharding = SingleDeviceSharding(device_of(platform))
-
-    def on_device(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
     init, step = WAYS[way](OPTIMIZERS[optimizer])
     params = [jax.ShapeDtypeStruct(shape_of(size), jnp.float32)] * leaves
     grads = [jax.ShapeDtypeStruct(shape_of(size), dtype)] * leaves
-    args = on_device((params, jax.eval_shape(init, params), grads))
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    moved, kernels = bytes_and_kernels(compiled.as_text())
-    if platform == "cpu":
-        moved = int(compiled.cost_analysis()["bytes accessed"])
-    return Cost(moved, kernels, compiled.memory_analysis().temp_size_in_bytes, seconds)
+    args = (params, jax.eval_shape(init, params), grads)
+    return compile_step(step, args, device_of(platform))[1]
 
 
 def rows_of(

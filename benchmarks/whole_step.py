@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from _lib.compiled_text import bytes_and_kernels
+from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.steps import MODELS, OPTIMIZERS, SCALERS, WAYS, make_step
 from _lib.tables import print_tables, versions
@@ -30,52 +29,29 @@ FULL_WAY = "autocast, O1"  # With more optimizers and rules than the others.
 FITTING_WAY = {"flax DynamicScale": "by hand", "loss_scaled, headroom": FULL_WAY}
 
 
-class Cost(NamedTuple):
-    """The cost of a compiled step.
+class Measured(NamedTuple):
+    """What is measured of a step.
 
     Attributes:
-      moved: Bytes that the step reads from memory and writes to it.
-      kernels: Number of kernels, counted as often as they run.
-      temporaries: Bytes of temporary arrays.
-      trace_s: Seconds to trace.
-      compile_s: Seconds to compile.
+      cost: The cost of the compiled step.
       time_s: Seconds of a step, where there is a device.
       grad_bytes: Bytes of all gradients.
     """
 
-    moved: int
-    kernels: int
-    temporaries: int
-    trace_s: float
-    compile_s: float
+    cost: Cost
     time_s: float | None
     grad_bytes: int
 
 
-def cost(
+def measure(
     platform: str, model: str, way: str, optimizer: str, scaler: str, small: bool
-) -> Cost:
-    """Compiles one step, with parameters and state donated, and returns its cost."""
+) -> Measured:
+    """Compiles one step, and times it on the device that is here."""
     run, args, grad_bytes = make_step(model, way, optimizer, scaler, small)
     is_here = platform == "here"
     device = jax.devices()[0] if is_here else device_of(platform)
-    sharding = SingleDeviceSharding(device)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-    )
-    start = time.perf_counter()
-    traced = jax.jit(run, donate_argnums=(0, 1)).trace(*args)
-    trace_s = time.perf_counter() - start
-    lowered = traced.lower()
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    compile_s = time.perf_counter() - start
-    moved, kernels = bytes_and_kernels(compiled.as_text())
-    if device.platform == "cpu":
-        moved = int(compiled.cost_analysis()["bytes accessed"])
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    time_s = seconds(compiled, args) if is_here else None
-    return Cost(moved, kernels, temporaries, trace_s, compile_s, time_s, grad_bytes)
+    compiled, cost = compile_step(run, args, device)
+    return Measured(cost, seconds(compiled, args) if is_here else None, grad_bytes)
 
 
 def seconds(compiled: Any, args: Any) -> float:
@@ -92,19 +68,20 @@ def seconds(compiled: Any, args: Any) -> float:
     return statistics.median(times[3:])
 
 
-def row(names: dict[str, str], own: Cost, bare: Cost) -> dict[str, str]:
+def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     """Describes a step beside the same step without loss scaling."""
-    limit = bare.moved + bare.grad_bytes
+    cost, bare_cost = own.cost, bare.cost
+    limit = bare_cost.moved + bare.grad_bytes
     times = {} if own.time_s is None else {"ms": f"{1e3 * own.time_s:.2f}"}
     return names | {
-        "MB": f"{own.moved / 1e6:.0f}",
-        "/ limit": f"{own.moved / limit:.3f}",
-        "loss scaling's share": f"{1 - bare.moved / own.moved:.1%}",
-        "kernels": str(own.kernels),
-        "more": f"{own.kernels - bare.kernels:+d}",
-        "temporary MB": f"{own.temporaries / 1e6:.0f}",
-        "trace s": f"{own.trace_s:.2f}",
-        "compile s": f"{own.compile_s:.1f}",
+        "MB": f"{cost.moved / 1e6:.0f}",
+        "/ limit": f"{cost.moved / limit:.3f}",
+        "loss scaling's share": f"{1 - bare_cost.moved / cost.moved:.1%}",
+        "kernels": str(cost.kernels),
+        "more": f"{cost.kernels - bare_cost.kernels:+d}",
+        "temporary MB": f"{cost.temporaries / 1e6:.0f}",
+        "trace s": f"{cost.trace_s:.2f}",
+        "compile s": f"{cost.compile_s:.1f}",
         **times,
     }
 
@@ -118,7 +95,7 @@ def rows_of(
     rows = []
     for way in ways:
         for optimizer in optimizers:
-            bare = cost(platform, model, way, optimizer, "none", is_small)
+            bare = measure(platform, model, way, optimizer, "none", is_small)
             for scaler in scalers:
                 if scaler != "none" and way == "float32":
                     continue
@@ -131,7 +108,7 @@ def rows_of(
                     "optimizer": optimizer,
                     "loss scaling": scaler,
                 }
-                own = bare if scaler == "none" else cost(*case)
+                own = bare if scaler == "none" else measure(*case)
                 rows.append(row(names, own, bare))
     return rows
 

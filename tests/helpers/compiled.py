@@ -5,8 +5,8 @@ import re
 import warnings
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
+from _lib.costs import compile_step
 from _lib.steps import make_step
 
 COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -51,16 +51,12 @@ def run_on_cpu(compiled, *args):
 
 def compiled_step(model, way, scaler, device=None):
     """A whole step of `benchmarks/_lib/steps.py`, and the bytes of its gradients."""
-    sharding = SingleDeviceSharding(device or jax.devices("cpu")[0])
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         warnings.catch_warnings(action="ignore"),  # Flax renames its attention.
     ):
         step = make_step(model, way, "adamw", scaler)
-        args = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            step.args,
-        )
-        lowered = jax.jit(step.run, donate_argnums=(0, 1)).lower(*args)
-    return lowered.compile(), step.grad_bytes
+        device = device or jax.devices("cpu")[0]
+        compiled, _ = compile_step(step.run, step.args, device)
+    return compiled, step.grad_bytes
