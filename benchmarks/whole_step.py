@@ -25,6 +25,7 @@ from _lib.tables import print_tables, versions
 from optax_lossscale._checks import check_output_file
 
 ROUNDS = 30
+STEPS_OF_A_ROUND = 10
 FULL_WAY = "autocast, O1"  # With more optimizers and rules than the others.
 FITTING_WAY = {"flax DynamicScale": "by hand", "loss_scaled, headroom": FULL_WAY}
 
@@ -55,16 +56,26 @@ def measure(
 
 
 def seconds(compiled: Any, args: Any) -> float:
-    """Returns the median time of a step on arrays of ones and zeros."""
-    params, state, *batch = jax.tree.map(
-        lambda x: jnp.full(x.shape, jnp.issubdtype(x.dtype, jnp.floating), x.dtype),
-        args,
-    )
+    """Returns the median time of a step, over rounds of several steps in a row.
+
+    Every array of floats holds random numbers above zero, as second moments are, and
+    every other array zeros.
+    """
+    key = jax.random.key(0)
+
+    def fill(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros(x.shape, x.dtype)
+        return jax.random.uniform(key, x.shape, jnp.float32, 0, 0.1).astype(x.dtype)
+
+    params, state, *batch = jax.tree.map(fill, args)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        params, state, _ = jax.block_until_ready(compiled(params, state, *batch))
-        times.append(time.perf_counter() - start)
+        for _ in range(STEPS_OF_A_ROUND):
+            params, state, _ = compiled(params, state, *batch)
+        jax.block_until_ready((params, state))
+        times.append((time.perf_counter() - start) / STEPS_OF_A_ROUND)
     return statistics.median(times[3:])
 
 
@@ -72,7 +83,10 @@ def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     """Describes a step beside the same step without loss scaling."""
     cost, bare_cost = own.cost, bare.cost
     limit = bare_cost.moved + bare.grad_bytes
-    times = {} if own.time_s is None else {"ms": f"{1e3 * own.time_s:.2f}"}
+    times = {}
+    if own.time_s is not None and bare.time_s is not None:
+        times["ms"] = f"{1e3 * own.time_s:.2f}"
+        times["time / bare"] = f"{own.time_s / bare.time_s:.3f}"
     return names | {
         "MB": f"{cost.moved / 1e6:.0f}",
         "/ limit": f"{cost.moved / limit:.3f}",
