@@ -35,48 +35,62 @@ class Measured(NamedTuple):
 
     Attributes:
       cost: The cost of the compiled step.
-      time_s: Seconds of a step, where there is a device.
       grad_bytes: Bytes of all gradients.
+      time_s: Seconds of a step, where there is a device.
     """
 
     cost: Cost
-    time_s: float | None
     grad_bytes: int
+    time_s: float | None = None
 
 
 def measure(
-    platform: str, model: str, way: str, optimizer: str, scaler: str, small: bool
-) -> Measured:
-    """Compiles one step, and times it on the device that is here."""
-    run, args, grad_bytes = make_step(model, way, optimizer, scaler, small)
+    platform: str, model: str, way: str, optimizer: str, scalers: list[str], small: bool
+) -> list[Measured]:
+    """Compiles a step with each scaler, and times them if the device is here."""
     is_here = platform == "here"
     device = jax.devices()[0] if is_here else device_of(platform)
-    compiled, cost = compile_step(run, args, device)
-    return Measured(cost, seconds(compiled, args) if is_here else None, grad_bytes)
+    measured, programs = [], []
+    for scaler in scalers:
+        run, args, grad_bytes = make_step(model, way, optimizer, scaler, small)
+        compiled, cost = compile_step(run, args, device)
+        measured.append(Measured(cost, grad_bytes))
+        if is_here:
+            programs.append((compiled, random_like(args)))
+    times = seconds(programs) if is_here else [None] * len(measured)
+    return [
+        each._replace(time_s=time_s)
+        for each, time_s in zip(measured, times, strict=True)
+    ]
 
 
-def seconds(compiled: Any, args: Any) -> float:
-    """Returns the median time of a step, over rounds of several steps in a row.
+def random_like(shapes: Any) -> Any:
+    """Makes random arrays.
 
-    Every array of floats holds random numbers above zero, as second moments are, and
-    every other array zeros.
+    Floats are above zero, as second moments are. Integers differ too: a GPU adds the
+    gradients of equal tokens one after the other.
     """
     key = jax.random.key(0)
 
     def fill(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.zeros(x.shape, x.dtype)
-        return jax.random.uniform(key, x.shape, jnp.float32, 0, 0.1).astype(x.dtype)
+        high = 0.1 if jnp.issubdtype(x.dtype, jnp.floating) else 64
+        return jax.random.uniform(key, x.shape, maxval=high).astype(x.dtype)
 
-    params, state, *batch = jax.tree.map(fill, args)
-    times = []
+    return jax.tree.map(fill, shapes)
+
+
+def seconds(programs: list[tuple[Any, Any]]) -> list[float]:
+    """Returns the median time of a step of each program, which take turns."""
+    times: list[list[float]] = [[] for _ in programs]
+    carries = [list(args[:2]) for _, args in programs]
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(STEPS_OF_A_ROUND):
-            params, state, _ = compiled(params, state, *batch)
-        jax.block_until_ready((params, state))
-        times.append((time.perf_counter() - start) / STEPS_OF_A_ROUND)
-    return statistics.median(times[3:])
+        for i, (step, args) in enumerate(programs):
+            start = time.perf_counter()
+            for _ in range(STEPS_OF_A_ROUND):
+                carries[i][:] = step(*carries[i], *args[2:])[:2]
+            jax.block_until_ready(carries[i])
+            times[i].append((time.perf_counter() - start) / STEPS_OF_A_ROUND)
+    return [statistics.median(each[3:]) for each in times]
 
 
 def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
@@ -100,6 +114,13 @@ def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     }
 
 
+def fits(scaler: str, way: str) -> bool:
+    """Whether a step with this scaler is measured in this way."""
+    if way == "float32":
+        return scaler == "none"
+    return way == FITTING_WAY.get(scaler, way)
+
+
 def rows_of(
     platform: str, model: str, ways: list[str], optimizers: list[str], scalers: Any
 ) -> list[dict[str, str]]:
@@ -109,21 +130,16 @@ def rows_of(
     rows = []
     for way in ways:
         for optimizer in optimizers:
-            bare = measure(platform, model, way, optimizer, "none", is_small)
-            for scaler in scalers:
-                if scaler != "none" and way == "float32":
-                    continue
-                if way != FITTING_WAY.get(scaler, way):
-                    continue
-                case = (platform, model, way, optimizer, scaler, is_small)
+            fitting = [scaler for scaler in scalers if fits(scaler, way)]
+            measured = measure(platform, model, way, optimizer, fitting, is_small)
+            for scaler, own in zip(fitting, measured, strict=True):
                 names = {
                     "compiled for": "here, small" if is_small else where,
                     "precision": way,
                     "optimizer": optimizer,
                     "loss scaling": scaler,
                 }
-                own = bare if scaler == "none" else measure(*case)
-                rows.append(row(names, own, bare))
+                rows.append(row(names, own, measured[0]))
     return rows
 
 

@@ -387,9 +387,13 @@ def count_step(
     """The state after one more step, with a new scale and a new `rule_state`."""
     in_a_row = optax.safe_increment(state.notfinite_count)
     total = optax.safe_increment(state.total_notfinite)
+    # The old verdict is read so that `jit` keeps it as an argument, and the new one is
+    # written to its donated buffer. On a GPU a CUDA graph is slower where the address
+    # of a result changes from call to call.
+    nothing = jnp.logical_and(state.last_finite, False)
     return LossScaleState(
         loss_scale=loss_scale,
-        last_finite=finite,
+        last_finite=finite | nothing,
         notfinite_count=jnp.where(finite, 0, in_a_row),
         total_notfinite=jnp.where(finite, state.total_notfinite, total),
         step_count=optax.safe_increment(state.step_count),
