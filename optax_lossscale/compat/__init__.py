@@ -1,0 +1,1 @@
+"""The classes of other libraries, run by this package, by one changed import."""

@@ -1,0 +1,507 @@
+"""`compat.flax.DynamicScale` in place of Flax's own, by one changed import.
+
+Scripts run with both classes and must give the same bits. Where Flax is wrong, the
+expected values are derived by hand.
+"""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import jax_utils, linen, nnx, serialization
+from flax.training import dynamic_scale as flax_own
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from optax_lossscale.compat import flax as compat
+
+BOTH = pytest.mark.parametrize("module", [flax_own, compat], ids=["flax", "ours"])
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    """Users have JAX's standard promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# A training step as in Flax's example for ImageNet, on two devices.
+
+
+class Network(linen.Module):
+    @linen.compact
+    def __call__(self, images, train=True):
+        x = linen.Conv(8, (3, 3), dtype=jnp.float16)(images)
+        x = linen.BatchNorm(use_running_average=not train, dtype=jnp.float16)(x)
+        x = jnp.mean(linen.relu(x), axis=(1, 2))
+        return linen.Dense(4, dtype=jnp.float16)(x).astype(jnp.float32)
+
+
+class State(TrainState):
+    batch_stats: Any
+    dynamic_scale: Any
+
+
+def create_state(module, **settings):
+    network = Network()
+    variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
+    return State.create(
+        apply_fn=network.apply,
+        params=variables["params"],
+        tx=optax.sgd(optax.cosine_decay_schedule(0.1, 20), momentum=0.9, nesterov=True),
+        batch_stats=variables["batch_stats"],
+        dynamic_scale=module.DynamicScale(**settings),
+    )
+
+
+def train_step(state, batch):
+    def loss_fn(params):
+        logits, new_model_state = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats},
+            batch["image"],
+            mutable=["batch_stats"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return jnp.mean(losses), (new_model_state, logits)
+
+    dynamic_scale = state.dynamic_scale
+    grad_fn = dynamic_scale.value_and_grad(loss_fn, has_aux=True, axis_name="batch")
+    dynamic_scale, is_fin, aux, grads = grad_fn(state.params)
+    new_model_state, logits = aux[1]
+    accuracy = jnp.mean(jnp.argmax(logits, -1) == batch["label"])
+    metrics = lax.pmean({"loss": aux[0], "accuracy": accuracy}, axis_name="batch")
+    new_state = state.apply_gradients(
+        grads=grads, batch_stats=new_model_state["batch_stats"]
+    )
+    select = functools.partial(jnp.where, is_fin)
+    new_state = new_state.replace(
+        opt_state=jax.tree.map(select, new_state.opt_state, state.opt_state),
+        params=jax.tree.map(select, new_state.params, state.params),
+        dynamic_scale=dynamic_scale,
+    )
+    return new_state, metrics | {"scale": dynamic_scale.scale}
+
+
+def train(module, steps=9, **settings):
+    """Trains on two devices; one batch holds an infinite pixel on one of them."""
+    devices = jax.local_devices()[:2]
+    state = jax_utils.replicate(create_state(module, **settings), devices)
+    step = jax.pmap(train_step, axis_name="batch", devices=devices)
+    metrics = []
+    for i in range(steps):
+        rng = np.random.default_rng(i)
+        batch = {
+            "image": rng.normal(size=(2, 4, 8, 8, 3)).astype(np.float32),
+            "label": rng.integers(4, size=(2, 4)),
+        }
+        if i == 5:
+            batch["image"][1, 0, 0, 0, 0] = np.inf
+        state, of_step = step(state, batch)
+        metrics.append(of_step)
+    trees = state.params, state.opt_state, state.step, vars(state.dynamic_scale)
+    return jax.device_get((trees, metrics))
+
+
+def test_a_published_training_step_gives_the_same_numbers_with_either_import():
+    settings = {"scale": 2.0**14, "growth_interval": 2}
+    expected, metrics = train(flax_own, **settings)
+    actual, own_metrics = train(compat, **settings)
+    assert_same_bits(actual, expected)
+    assert_same_bits(own_metrics, metrics)
+    scales = [float(of_step["scale"][0]) for of_step in metrics]
+    assert scales[:5] == [2.0**14] * 2 + [2.0**15] * 3
+    assert scales[5] == 2.0**14  # Instead of the growth that was due.
+
+
+# The class by itself.
+
+
+def loss_fn(params, x):
+    """Overflows in float16 where `x` is large."""
+    hidden = x.astype(jnp.float16) * params["w"].astype(jnp.float16)
+    return jnp.sum(hidden.astype(jnp.float32) ** 2) + params["b"]
+
+
+PARAMS = {"w": jnp.array([0.5, -2.0, 1.5]), "b": jnp.float32(0.25)}
+SETTINGS = [
+    {},
+    {"growth_interval": 1},
+    {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25},
+    {"growth_interval": 2, "growth_factor": 3.0, "backoff_factor": 0.3, "scale": 1e3},
+    {"growth_interval": 2, "minimum_scale": 512.0, "scale": 1024.0},
+    {"growth_interval": 4, "minimum_scale": None, "fin_steps": 2},
+]
+
+
+def run(module, settings, seed, steps=60, axis_name=None):
+    """All results of a jitted loop over batches, of which some overflow."""
+    rng = np.random.default_rng(seed)
+    xs = rng.normal(size=(steps, 3)).astype(np.float32)
+    xs *= np.where(rng.random((steps, 1)) < 0.2, 1e6, 1.0).astype(np.float32)
+
+    @jax.jit
+    def step(dynamic_scale, params, x):
+        grad_fn = dynamic_scale.value_and_grad(loss_fn, axis_name=axis_name)
+        dynamic_scale, finite, loss, grad = grad_fn(params, x)
+        new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grad)
+        params = jax.tree.map(functools.partial(jnp.where, finite), new, params)
+        return dynamic_scale, params, (finite, loss, grad)
+
+    dynamic_scale, params, seen = module.DynamicScale(**settings), PARAMS, []
+    for x in xs:
+        dynamic_scale, params, of_step = step(dynamic_scale, params, x)
+        seen.append((of_step, dynamic_scale.scale, dynamic_scale.fin_steps))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_scales_verdicts_losses_and_gradients_are_those_of_flax(settings, seed):
+    expected, actual = run(flax_own, settings, seed), run(compat, settings, seed)
+    finite = [bool(of_step[0]) for of_step, _, _ in expected]
+    assert 0 < sum(finite) < len(finite)
+    for own, others in zip(actual, expected, strict=True):
+        (is_finite, loss, grad), scale, fin_steps = own
+        (other_finite, other_loss, other_grad), other_scale, other_steps = others
+        assert bool(is_finite) == bool(other_finite)
+        assert_same_bits((grad, scale), (other_grad, other_scale))
+        assert fin_steps == other_steps
+        # Flax multiplies the loss by the scale and divides it again.
+        np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
+
+
+def test_the_fields_the_defaults_and_the_signature_are_those_of_flax():
+    own, others = (
+        [(f.name, f.default, f.metadata) for f in dataclasses.fields(m.DynamicScale)]
+        for m in (compat, flax_own)
+    )
+    assert own == others
+    assert compat.DynamicScaleResult._fields == flax_own.DynamicScaleResult._fields
+
+
+@BOTH
+def test_it_is_a_node_with_two_leaves_and_static_settings(module):
+    dynamic_scale = module.DynamicScale(growth_interval=7)
+    assert jax.tree.leaves(dynamic_scale) == [0, 65536.0]
+    assert dynamic_scale == module.DynamicScale(growth_interval=7)
+    replaced = dynamic_scale.replace(scale=8.0)
+    assert (replaced.scale, replaced.growth_interval) == (8.0, 7)
+    doubled = jax.tree.map(lambda x: 2 * x, replaced)
+    assert (doubled.scale, doubled.growth_interval) == (16.0, 7)
+    with pytest.raises(dataclasses.FrozenInstanceError, match="scale"):
+        dynamic_scale.scale = 8.0
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(flax_own, compat), (compat, flax_own)], ids=["in", "out"]
+)
+def test_checkpoints_of_flax_are_restored_and_written(writer, reader, tmp_path):
+    saved = create_state(writer, scale=2.0**9, fin_steps=3)
+    saved = saved.replace(dynamic_scale=jax.tree.map(jnp.asarray, saved.dynamic_scale))
+    target = create_state(reader)
+    data = serialization.to_bytes(saved)
+    restored = serialization.from_bytes(target, data).dynamic_scale
+    assert isinstance(restored, reader.DynamicScale)
+    assert (restored.scale, restored.fin_steps) == (2.0**9, 3)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", {"scale": saved.dynamic_scale})
+    with ocp.StandardCheckpointer() as checkpointer:
+        arrays = jax.tree.map(jnp.asarray, target.dynamic_scale)
+        restored = checkpointer.restore(tmp_path / "state", {"scale": arrays})["scale"]
+    assert isinstance(restored, reader.DynamicScale)
+    assert (restored.scale, restored.fin_steps) == (2.0**9, 3)
+
+
+def test_it_is_carried_by_scan_and_mapped_by_vmap():
+    xs = jnp.array([[1.0, 2.0, 3.0], [1e6, 0.0, 0.0], [1.0, 1.0, 1.0]])
+
+    def step(dynamic_scale, x):
+        dynamic_scale, finite, loss, _ = dynamic_scale.value_and_grad(loss_fn)(
+            PARAMS, x
+        )
+        return dynamic_scale, (finite, loss)
+
+    start = compat.DynamicScale(scale=1024.0)
+    last, (finite, _) = jax.lax.scan(step, start, xs)
+    assert (last.scale, last.fin_steps) == (512.0, 1)
+    assert finite.tolist() == [True, False, True]
+
+    each, (finite, _) = jax.vmap(step, in_axes=(None, 0))(start, xs)
+    assert each.scale.tolist() == [1024.0, 512.0, 1024.0]
+    assert each.fin_steps.tolist() == [1, 0, 1]
+    assert finite.tolist() == [True, False, True]
+
+
+def test_after_its_first_step_a_jitted_step_is_not_compiled_again():
+    step = jax.jit(lambda d, x: d.value_and_grad(loss_fn)(PARAMS, x).dynamic_scale)
+    dynamic_scale = compat.DynamicScale()
+    for _ in range(4):
+        dynamic_scale = step(dynamic_scale, jnp.ones(3))
+    assert step._cache_size() == 2  # As with Flax: first from Python numbers.
+
+
+@BOTH
+def test_several_arguments_are_differentiated(module):
+    grad_fn = module.DynamicScale().value_and_grad(
+        lambda a, b: (a * b**2, "aux"), argnums=(0, 1), has_aux=True
+    )
+    dynamic_scale, finite, aux, grads = grad_fn(jnp.float32(3.0), jnp.float32(2.0))
+    assert aux == (12.0, "aux")
+    assert grads == (4.0, 12.0)
+    assert finite
+    assert dynamic_scale.fin_steps == 1
+
+
+@BOTH
+def test_several_scales_of_one_script_are_independent(module):
+    # As a GAN has one for each network, in a dict.
+    scales = {name: module.DynamicScale(scale=64.0) for name in ("g", "d", "gp", "pl")}
+    x = {name: jnp.ones(3) for name in scales} | {"gp": jnp.full(3, 1e6)}
+
+    @jax.jit
+    def step(scales, x):
+        return {
+            name: scale.value_and_grad(loss_fn)(PARAMS, x[name]).dynamic_scale
+            for name, scale in scales.items()
+        }
+
+    after = step(scales, x)
+    assert {name: float(scale.scale) for name, scale in after.items()} == {
+        "g": 64.0,
+        "d": 64.0,
+        "gp": 32.0,
+        "pl": 64.0,
+    }
+
+
+def test_a_module_of_nnx_can_be_differentiated():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    value_and_grad = compat.DynamicScale().value_and_grad(
+        lambda model, x: jnp.sum(model(x))
+    )
+    _, finite, loss, grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
+    assert finite
+    np.testing.assert_allclose(loss, jnp.sum(model(jnp.array([[1.0, 2.0]]))))
+    assert grads["kernel"][...].tolist() == [[1.0], [2.0]]
+
+
+# Where Flax is wrong.
+
+X = jnp.arange(8.0) + 1  # The mean over devices is 4.5.
+
+
+REPLICATED = P()
+
+
+def grads_of_shard_map(module, loss_fn, check_vma, x=X, params_spec=REPLICATED):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), params_spec, P("data")),
+        out_specs=(P(), params_spec, P()),
+        check_vma=check_vma,
+    )
+    def step(dynamic_scale, params, x):
+        grad_fn = dynamic_scale.value_and_grad(loss_fn, axis_name="data")
+        dynamic_scale, finite, _, grad = grad_fn(params, x)
+        return finite, grad, dynamic_scale.scale
+
+    params = jnp.float32(2.0) if params_spec == REPLICATED else jnp.full(8, 2.0)
+    return jax.jit(step)(module.DynamicScale(scale=64.0), params, x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_averaged_in_shard_map(check_vma):
+    def local_loss(params, x):
+        return jnp.sum(params * x)
+
+    finite, grad, scale = grads_of_shard_map(compat, local_loss, check_vma)
+    assert (finite, grad, scale) == (True, 4.5, 64.0)
+    _, own, _ = grads_of_shard_map(flax_own, local_loss, check_vma)
+    assert own == (36.0 if check_vma else 4.5)
+
+
+def test_gradients_of_a_loss_that_is_averaged_already_are_not_averaged_again():
+    def mean_loss(params, x):
+        return lax.pmean(jnp.sum(params * x), "data")
+
+    _, grad, _ = grads_of_shard_map(compat, mean_loss, check_vma=True)
+    assert grad == 4.5
+
+
+def test_gradients_of_parameters_that_vary_are_averaged_in_shard_map():
+    def local_loss(params, x):
+        return jnp.sum(params * x)
+
+    _, grad, _ = grads_of_shard_map(
+        compat, local_loss, check_vma=True, params_spec=P("data")
+    )
+    assert grad.tolist() == [4.5] * 8
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_all_devices_skip_if_one_has_a_nonfinite_gradient(bad, check_vma):
+    def local_loss(params, x):
+        return jnp.sum(params * x)
+
+    x = X.at[5].set(bad)
+    finite, _, scale = grads_of_shard_map(compat, local_loss, check_vma, x)
+    assert (finite, scale) == (False, 32.0)
+
+
+def test_gradients_are_averaged_over_two_axes():
+    mesh = jax.make_mesh(
+        (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    def grad_of(params, x):  # Every part of `x` is on two devices.
+        grad_fn = compat.DynamicScale().value_and_grad(
+            lambda params, x: jnp.sum(params * x), axis_name=("a", "b")
+        )
+        return grad_fn(params, x).grad
+
+    assert jax.jit(grad_of)(jnp.float32(2.0), jnp.arange(4.0)) == 1.5
+
+
+def test_a_float16_loss_does_not_overflow_when_it_is_scaled():
+    def loss_fn(p):
+        return jnp.float16(3.0) * p
+
+    p = jnp.float16(1.0)
+    scale = {"scale": 2.0**15}
+    _, finite, loss, grad = compat.DynamicScale(**scale).value_and_grad(loss_fn)(p)
+    assert (finite, loss, loss.dtype) == (False, 3.0, jnp.float32)
+    assert jnp.isinf(grad)  # 3 * 2**15 is infinite in float16.
+    assert flax_own.DynamicScale(**scale).value_and_grad(loss_fn)(p).aux == jnp.inf
+
+
+@pytest.mark.parametrize("scale", [jnp.inf, jnp.nan, 0.0, 2.0**127, -8.0])
+def test_an_unusable_scale_skips_one_step_and_restarts(scale):
+    dynamic_scale = compat.DynamicScale(scale=scale)
+    step = jax.jit(lambda d: d.value_and_grad(lambda p: p**2)(jnp.float32(3.0)))
+    dynamic_scale, finite, loss, _ = step(dynamic_scale)
+    assert (finite, loss, dynamic_scale.scale) == (False, 9.0, 32768.0)
+    dynamic_scale, finite, loss, grad = step(dynamic_scale)
+    assert (finite, loss, grad, dynamic_scale.fin_steps) == (True, 9.0, 6.0, 1)
+
+
+def test_the_scale_does_not_fall_to_zero_without_a_floor():
+    step = jax.jit(
+        lambda d: d.value_and_grad(lambda p: p * jnp.inf)(jnp.float32(1.0))[0]
+    )
+    dynamic_scale = compat.DynamicScale(scale=2.0**-120, minimum_scale=None)
+    for _ in range(10):
+        dynamic_scale = step(dynamic_scale)
+    assert dynamic_scale.scale == 2.0**-126
+
+
+def test_float64_gradients_stay_float64():
+    with jax.enable_x64(True):
+        params = jnp.asarray(1.0 + 2.0**-40, jnp.float64)
+        _, finite, loss, grad = compat.DynamicScale().value_and_grad(
+            lambda p: 1e300 * p
+        )(params)
+        assert finite
+        assert (grad, grad.dtype, loss.dtype) == (1e300, jnp.float64, jnp.float64)
+
+
+def test_a_setting_outside_its_range_is_refused():
+    with pytest.raises(ValueError, match="`growth_factor` must be strictly"):
+        compat.DynamicScale(growth_factor=1.0).value_and_grad(loss_fn)
+
+
+# The way on.
+
+
+def step_by_class(dynamic_scale, params, opt_state, x, tx):
+    dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(loss_fn)(params, x)
+    updates, new = tx.update(grads, opt_state, params)
+    updated = optax.apply_updates(params, updates)
+    params, opt_state = jax.tree.map(
+        functools.partial(jnp.where, finite), (updated, new), (params, opt_state)
+    )
+    return dynamic_scale, params, opt_state
+
+
+def test_a_run_is_carried_over_to_loss_scaled_and_back_bit_for_bit():
+    xs = jnp.ones((30, 3)) * jnp.where(jnp.arange(30) % 7 == 5, 1e6, 1.0)[:, None]
+    settings = {"growth_interval": 3}
+    # Its products are exact, however XLA combines them with sums.
+    inner = optax.sgd(2.0**-3, momentum=0.5)
+    rule = ols.presets.flax(**settings)
+    tx = ols.loss_scaled(inner, rule)
+
+    @jax.jit
+    def as_it_was(dynamic_scale, params, opt_state, x):
+        return step_by_class(dynamic_scale, params, opt_state, x, inner)
+
+    @jax.jit
+    def in_our_form(params, opt_state, x):
+        grads = ols.scaled_grad(loss_fn, opt_state)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    dynamic_scale = compat.DynamicScale(scale=2.0**12, **settings)
+    carry = dynamic_scale, PARAMS, inner.init(PARAMS)
+    for x in xs[:12]:
+        carry = as_it_was(*carry, x)
+    dynamic_scale, params, opt_state = carry
+    opt_state = ols.adopt_inner_state(opt_state, rule)
+    opt_state = opt_state._replace(loss_scale_state=dynamic_scale.to_state())
+    for x in xs[12:22]:
+        carry = as_it_was(*carry, x)
+        params, opt_state = in_our_form(params, opt_state, x)
+        assert_same_bits(params, carry[1])
+        assert_same_bits(opt_state.inner_state, carry[2])
+        assert ols.get_loss_scale(opt_state) == carry[0].scale
+
+    back = compat.DynamicScale.from_state(opt_state, **settings)
+    returned = back, params, opt_state.inner_state
+    for x in xs[22:]:
+        carry, returned = as_it_was(*carry, x), as_it_was(*returned, x)
+        assert_same_bits(returned, carry)
+
+
+def test_replicated_fields_become_a_replicated_state():
+    replicated = compat.DynamicScale(scale=jnp.full(8, 4.0), fin_steps=jnp.arange(8))
+    state = replicated.to_state()
+    assert {leaf.shape for leaf in jax.tree.leaves(state)} == {(8,)}
+    assert_same_bits(
+        compat.DynamicScale.from_state(state), jax.tree.map(jnp.asarray, replicated)
+    )
+
+
+def test_a_state_of_another_kind_of_rule_is_refused():
+    with pytest.raises(ValueError, match="`tree` must hold the state of a rule that"):
+        compat.DynamicScale.from_state(ols.static_loss_scale(8.0).init())
+    with pytest.raises(ValueError, match="the tree must hold a LossScaleState"):
+        compat.DynamicScale.from_state({})
+
+
+def test_without_flax_the_import_says_what_to_install():
+    code = (
+        "import sys; sys.modules['flax'] = None\n"
+        "try: import optax_lossscale.compat.flax\n"
+        "except ImportError as error: print(error)\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert "`optax_lossscale.compat.flax` needs Flax" in printed
+    assert "pip install flax" in printed
