@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64
 from optax_lossscale.compat import flax as compat
 
 BOTH = pytest.mark.parametrize("module", [flax_own, compat], ids=["flax", "ours"])
@@ -412,7 +413,7 @@ def test_the_scale_does_not_fall_to_zero_without_a_floor():
 
 
 def test_float64_gradients_stay_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         params = jnp.asarray(1.0 + 2.0**-40, jnp.float64)
         _, finite, loss, grad = compat.DynamicScale().value_and_grad(
             lambda p: 1e300 * p

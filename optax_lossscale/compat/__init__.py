@@ -1,1 +1,0 @@
-"""The classes of other libraries, run by this package, by one changed import."""
