@@ -1,4 +1,4 @@
-"""The names of jmp, for scripts that use it. Change the import, and keep the rest:
+"""The names of jmp, so that a script that uses it needs one changed import.
 
     import optax_lossscale.compat.jmp as jmp
 
@@ -329,8 +329,9 @@ class DynamicLossScale:
         """
         s = jnp.asarray(self.loss_scale, jnp.float32)
         s = jnp.where(s <= LARGEST_SCALE, s, LARGEST_SCALE)  # NaN too.
-        first = self._rule().init()
-        first = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, s.shape), first)
+        first: LossScaleState = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, s.shape), self._rule().init()
+        )
         n = jnp.array(self.counter, jnp.int32)
         rule_state = first.rule_state._replace(growth_count=n)
         return first._replace(loss_scale=s, rule_state=rule_state)
@@ -626,7 +627,7 @@ def half_dtype() -> Any:
 
 
 def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
-    return scale_tree(tree, first_state(loss_scale, ()))  # type: ignore[arg-type]
+    return scale_tree(tree, _holding(loss_scale))
 
 
 def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
@@ -636,15 +637,19 @@ def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
     """
     s = lax.optimization_barrier(jnp.asarray(loss_scale, jnp.float32))
     first = jnp.minimum(s, LARGEST_SCALE)
-    tree = unscale_tree(tree, first_state(first, ()))  # type: ignore[arg-type]
-    return unscale_tree(tree, first_state(s / first, ()))  # type: ignore[arg-type]
+    return unscale_tree(unscale_tree(tree, _holding(first)), _holding(s / first))
+
+
+def _holding(loss_scale: Any) -> LossScaleState:
+    """A state for `scale` and `unscale`, whose scale may be out of range."""
+    return first_state(loss_scale, ())
 
 
 def _state_of_rule(tree: PyTree, rule: Rule) -> LossScaleState:
     """The state that a tree holds, if a rule has states of this form."""
     state: LossScaleState = with_arrays(find_loss_scale_state(tree))
-    expected = rule.init().rule_state
-    if jax.tree.structure(state.rule_state) != jax.tree.structure(expected):
+    form: Any = jax.tree.structure(state.rule_state)
+    if form != jax.tree.structure(rule.init().rule_state):
         raise ValueError(
             f"`state` must hold a state of {rule}, got one of another rule, whose "
             f"`rule_state` is a {type(state.rule_state).__name__}. (To take over only "
@@ -657,7 +662,7 @@ def _number(name: str, value: jax.typing.ArrayLike) -> float:
     """A setting as a number of Python, whole if it is whole."""
     check_concrete(name, value, "It is static. Give a number, such as 0.25.")
     number = np.asarray(value).item()
-    return int(number) if float(number).is_integer() else number  # type: ignore[no-any-return]
+    return int(number) if float(number).is_integer() else number
 
 
 def _warn_unless_floating(name: str, value: object) -> None:
