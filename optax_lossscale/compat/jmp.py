@@ -668,7 +668,7 @@ def _number(name: str, value: jax.typing.ArrayLike) -> float:
 def _warn_unless_floating(name: str, value: object) -> None:
     """Warns of an integer. JAX may pass objects that stand for arrays."""
     if is_numeric(value):
-        dtype = jnp.result_type(getattr(value, "dtype", value))
+        dtype = jnp.result_type(value)
         if not jnp.issubdtype(dtype, jnp.floating):
             message = f"Expected floating type for {name}, got {dtype}"
             warnings.warn(message, stacklevel=4)  # Where the class was called.
