@@ -1,0 +1,514 @@
+"""The names of jmp, so that a script that uses it needs one changed import.
+
+    import optax_lossscale.compat.jmp as jmp
+
+All public names of jmp 0.0.4 are here, with its signatures, defaults, tree structures,
+strings and warnings. jmp itself is neither needed nor imported.
+
+| jmp's name | what it is here |
+|---|---|
+| `DynamicLossScale` | the rule `presets.jmp` |
+| `StaticLossScale` | the rule `static_loss_scale` |
+| `NoOpLossScale` | the rule `no_loss_scale` |
+| `all_finite` | `optax_lossscale.all_finite` |
+| `select_tree` | a select for each leaf |
+| `Policy`, `get_policy`, `half_dtype` | dtypes, and casts to them |
+| `cast_to_full`, `cast_to_half` | casts |
+
+A loss scale is applied by `optax_lossscale.scale` and `optax_lossscale.unscale`. Where
+jmp loses numbers, this module does not copy it; each class lists its departures.
+
+`to_state()` carries a run over to `loss_scaled` at any step, and `from_state` brings it
+back:
+
+    tx = loss_scaled(optimizer, presets.jmp(period=2000))
+    opt_state = LossScaledState(loss_scale.to_state(), inner_opt_state)
+    loss_scale = DynamicLossScale.from_state(opt_state, period=2000)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_concrete
+from optax_lossscale._finite import is_finite
+from optax_lossscale._rules import LossScale as Rule
+from optax_lossscale._rules import (
+    first_state,
+    no_loss_scale,
+    static_loss_scale,
+)
+from optax_lossscale._scaling import scale as scale_tree
+from optax_lossscale._scaling import unscale as unscale_tree
+from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
+from optax_lossscale._tree import is_numeric
+from optax_lossscale._types import PyTree
+from optax_lossscale.compat._jmp_policy import (
+    Policy,
+    cast_to_full,
+    cast_to_half,
+    get_policy,
+    half_dtype,
+)
+from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
+from optax_lossscale.presets._jax import jmp as jmp_rule
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "Policy",
+    "StaticLossScale",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "get_policy",
+    "half_dtype",
+    "select_tree",
+]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale:
+    """A loss scale of 1 that leaves trees as they are: `no_loss_scale`.
+
+        scale(tree) = unscale(tree) = tree;  adjust(grads_finite) = self
+
+    As a pytree it has no leaves. There are no departures from jmp.
+
+    Example:
+      >>> from optax_lossscale.compat import jmp
+      >>> jmp.NoOpLossScale().scale(3.0), jmp.NoOpLossScale().loss_scale
+      (3.0, 1)
+
+    References:
+      jmp 0.0.4, `jmp/_src/loss_scale.py`.
+    """
+
+    @property
+    def loss_scale(self) -> int:
+        """Always 1."""
+        return 1
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Returns the same object."""
+        return tree
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Returns the same object."""
+        return tree
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> NoOpLossScale:
+        """Returns the same object."""
+        del grads_finite
+        return self
+
+    def to_state(self) -> LossScaleState:
+        """The state with which `loss_scaled(optimizer, no_loss_scale())` goes on."""
+        return no_loss_scale().init()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticLossScale:
+    """A loss scale that never changes: `static_loss_scale`.
+
+        scale(x) = widen(x) * loss_scale
+        unscale(x) = widen(x) * (1 / loss_scale)
+        adjust(grads_finite) = self
+
+    where `widen` casts dtypes narrower than float32 to float32. As a pytree it has no
+    leaves: `jit` compiles a program for each scale.
+
+    Departures:
+      * Half-precision leaves become float32 also if `loss_scale` is a Python number.
+        jmp keeps them, so that a scaled float16 loss overflows, and small float16
+        gradients are flushed to zero: `1e-3 / 2**15` is zero there.
+      * Integer and bool leaves, which cannot be gradients, are returned unchanged, and
+        so are leaves that are no numbers. jmp multiplies integers, and raises an error
+        for the rest.
+      * The scale and its reciprocal are float32. With 64-bit numbers jmp has scales
+        beyond float32, and may round the reciprocal of other scales than powers of two
+        once less.
+      * A scale above `2**126` is divided out in two steps. jmp multiplies by its
+        reciprocal, which is flushed to zero.
+      * `loss_scale` can be a JAX or NumPy array under `jit` too, where jmp fails
+        because an array cannot be hashed.
+
+    Attributes:
+      loss_scale: One number, dimensionless. It is not checked, except by `to_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.compat import jmp
+      >>> loss_scale = jmp.StaticLossScale(2.0**15)
+      >>> loss_scale.scale(jnp.float16(3.0))
+      Array(98304., dtype=float32)
+
+    References:
+      jmp 0.0.4, `jmp/_src/loss_scale.py`.
+    """
+
+    loss_scale: jax.typing.ArrayLike
+
+    def __hash__(self) -> int:
+        return hash(_number("loss_scale", self.loss_scale))
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies every floating leaf, usually the loss, by the scale."""
+        return _scale(tree, self.loss_scale)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the scale out of every floating leaf."""
+        return _unscale(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> StaticLossScale:
+        """Returns the same object."""
+        del grads_finite
+        return self
+
+    def to_state(self) -> LossScaleState:
+        """The state with which a run goes on under `static_loss_scale`.
+
+            static_loss_scale(loss_scale).init()
+
+        Raises:
+          ValueError: If the scale is not from `2**-126` to `2**126`.
+          TypeError: If the scale is not one concrete number.
+        """
+        return static_loss_scale(self.loss_scale).init()  # type: ignore[arg-type]
+
+    @classmethod
+    def from_state(cls, state: PyTree) -> StaticLossScale:
+        """The loss scale of a run under `static_loss_scale`.
+
+        Args:
+          state: Any pytree that holds exactly one `LossScaleState`, of that rule.
+
+        Returns:
+          A `StaticLossScale` with the scale of the state.
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleState`, several, or one of another
+            rule.
+        """
+        return cls(jnp.array(_state_of_rule(state, static_loss_scale(1.0)).loss_scale))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that grows and backs off: `presets.jmp`.
+
+        scale(x) = widen(x) * loss_scale
+        unscale(x) = widen(x) * (1 / loss_scale)
+        adjust(grads_finite) = the next `DynamicLossScale`, by the rule `presets.jmp`
+
+    where `widen` casts dtypes narrower than float32 to float32. A step is
+
+        scaled_grads = grad(lambda params: loss_scale.scale(loss(params)))(params)
+        grads = loss_scale.unscale(scaled_grads)
+        grads_finite = all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        params, opt_state = select_tree(grads_finite, new, old)
+
+    The leaves of the pytree are `[loss_scale, counter]`, and their key paths are those
+    of jmp, so checkpoints go across. The other fields are static. `adjust` keeps the
+    dtypes of both leaves, so `scan` accepts the result and `jit` compiles once.
+
+    Departures:
+      * `min_loss_scale` stays what it was. jmp forgets it, and goes on with 1, whenever
+        the tree is rebuilt: by `jit`, `scan`, `vmap` and `tree.map`.
+      * So `min_loss_scale`, `period` and `factor` must be concrete numbers once the
+        tree is flattened or the scale is adjusted. A traced number, such as
+        `jnp.float32(0.25)` inside `jit`, is refused; write 0.25.
+      * Leaves of trees are scaled and unscaled as in `StaticLossScale`.
+      * `loss_scale` can be float16 or bfloat16, for which jmp's `adjust` raises an
+        error. A growth or backoff that this dtype cannot hold does not happen, so a
+        float16 scale stays at `2**15`. Prefer float32.
+      * The scale does not grow beyond `2**126`, where jmp goes to `2**127`. A larger
+        scale, infinity or NaN becomes `2**126` when it is adjusted, and then backs off;
+        in jmp infinity and NaN are never left.
+      * A floor below `2**-126` means `2**-126`, because XLA flushes smaller scales to
+        zero.
+      * If a restored `counter` already exceeds `period`, the scale grows at once. In
+        jmp it first counts to a multiple of `period`.
+      * Rebuilding a tree never warns, and takes leaves of any type.
+      * `grads_finite` can be a Python bool. A NaN counts as not finite.
+      * `adjust` raises `ValueError` for settings with which jmp never adjusts or does
+        not scale: a `factor` that is not above 1, a `period` below 1, a floor that is
+        above `2**126` or NaN; and `TypeError` for a `period` that is no whole number.
+
+    Attributes:
+      loss_scale: `f32[]`, dimensionless. A warning says if it is not floating.
+      counter: `i32[]`, finite steps since the scale last changed.
+      period: Finite steps in a row until the scale grows, at least 1.
+      factor: Growth multiplies the scale by it, and backoff divides by it; above 1.
+      min_loss_scale: Floor of the scale, one number. A warning says if it is not
+        floating. 0 means `2**-126`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.compat import jmp
+      >>> loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**15), period=2)
+      >>> for grads_finite in [True, True, False]:
+      ...     loss_scale = loss_scale.adjust(grads_finite)
+      ...     print(loss_scale.loss_scale, loss_scale.counter)
+      32768.0 1
+      65536.0 0
+      32768.0 0
+
+    References:
+      jmp 0.0.4, `jmp/_src/loss_scale.py`; its issue 47 (float16 scales) and pull
+      request 44 (`min_loss_scale`).
+    """
+
+    loss_scale: jax.typing.ArrayLike
+    counter: jax.typing.ArrayLike = dataclasses.field(
+        default_factory=lambda: np.zeros((), np.int32)
+    )
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: jax.typing.ArrayLike = dataclasses.field(
+        default_factory=lambda: np.ones((), np.float32)
+    )
+
+    def __post_init__(self) -> None:
+        _warn_unless_floating("loss_scale", self.loss_scale)
+        _warn_unless_floating("min_loss_scale", self.min_loss_scale)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies every floating leaf, usually the loss, by the scale."""
+        return _scale(tree, self.loss_scale)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the scale out of every floating leaf."""
+        return _unscale(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: jax.typing.ArrayLike) -> DynamicLossScale:
+        """Returns the loss scale for the next step.
+
+            presets.jmp(...).adjust(self.to_state(), grads_finite)
+
+        Args:
+          grads_finite: `bool[]`, whether the unscaled gradients were finite.
+
+        Returns:
+          A `DynamicLossScale` with the same settings and dtypes.
+
+        Raises:
+          AssertionError: If `grads_finite` is not a scalar, as in jmp.
+          ValueError: If a setting is outside its range.
+          TypeError: If a setting is of the wrong kind, or traced.
+        """
+        if jnp.ndim(grads_finite) != 0:
+            raise AssertionError(
+                "Expected boolean scalar for `grads_finite`, got shape "
+                f"{jnp.shape(grads_finite)}. (Did you mean `all_finite(grads)`?)"
+            )
+        adjusted = self._rule().adjust(self.to_state(), grads_finite)
+        s = jnp.full_like(self.loss_scale, adjusted.loss_scale)
+        # In float16 the scale may not fit.
+        s = jnp.where(jnp.isfinite(s) & (s > 0), s, self.loss_scale)
+        n = jnp.full_like(self.counter, adjusted.rule_state.growth_count)
+        return dataclasses.replace(self, loss_scale=s, counter=n)
+
+    def to_state(self) -> LossScaleState:
+        """The state with which a run goes on under `presets.jmp` with these settings.
+
+        Pass it to `loss_scaled` in a `LossScaledState`, beside the optimizer's state.
+        The counts of steps, which jmp does not keep, start at 0.
+
+        Returns:
+          A `LossScaleState` with this scale and counter. For arrays with a leading axis
+          of devices every field has that axis.
+
+        Raises:
+          ValueError: If a setting is outside its range.
+          TypeError: If a setting is of the wrong kind, or traced.
+        """
+        s = jnp.asarray(self.loss_scale, jnp.float32)
+        s = jnp.where(s <= LARGEST_SCALE, s, LARGEST_SCALE)  # NaN too.
+        first: LossScaleState = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, s.shape), self._rule().init()
+        )
+        n = jnp.array(self.counter, jnp.int32)
+        rule_state = first.rule_state._replace(growth_count=n)
+        return first._replace(loss_scale=s, rule_state=rule_state)
+
+    @classmethod
+    def from_state(
+        cls,
+        state: PyTree,
+        period: int = 2000,
+        factor: float = 2,
+        min_loss_scale: jax.typing.ArrayLike = 1.0,
+    ) -> DynamicLossScale:
+        """The loss scale of a run under `presets.jmp`.
+
+        Args:
+          state: Any pytree that holds exactly one `LossScaleState`, such as the
+            optimizer's state. States of `dynamic_loss_scale` and of the presets of
+            PyTorch, Flax and others have the same form and are taken too.
+          period: As in `DynamicLossScale`; a state does not hold the settings.
+          factor: As in `DynamicLossScale`.
+          min_loss_scale: As in `DynamicLossScale`.
+
+        Returns:
+          A `DynamicLossScale` with the scale and count of the state.
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleState`, several, or one of another
+            rule.
+        """
+        found = _state_of_rule(state, jmp_rule())
+        s = jnp.array(found.loss_scale)
+        n = jnp.array(found.rule_state.growth_count, jnp.int32)
+        return cls(s, n, period, factor, min_loss_scale)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[float, float, float]]:
+        """Returns the two leaves, and the settings as numbers that can be hashed."""
+        return (self.loss_scale, self.counter), self._settings()
+
+    @classmethod
+    def tree_unflatten(
+        cls, settings: tuple[int, float, float], leaves: tuple[Any, Any]
+    ) -> DynamicLossScale:
+        """Makes a loss scale of settings and leaves, which JAX may have replaced."""
+        period, factor, floor = settings
+        loss_scale, counter = leaves
+        rebuilt = object.__new__(cls)  # Leaves that stand for arrays must not warn.
+        rebuilt.__dict__.update(
+            loss_scale=loss_scale,
+            counter=counter,
+            period=period,
+            factor=factor,
+            min_loss_scale=np.asarray(floor, np.float32),
+        )
+        return rebuilt
+
+    def _settings(self) -> tuple[float, float, float]:
+        floor = float(np.float32(_number("min_loss_scale", self.min_loss_scale)))
+        period = _number("period", self.period)
+        return period, _number("factor", self.factor), floor
+
+    def _rule(self) -> Rule:
+        period, factor, floor = self._settings()
+        floor = max(floor, SMALLEST_SCALE)
+        return jmp_rule(period=period, factor=factor, min_loss_scale=floor)  # type: ignore[arg-type]
+
+
+LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Returns whether no leaf holds a NaN or an infinity: `all_finite`.
+
+        all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
+
+    Departure: leaves that are no numbers count as finite, where jmp raises an error.
+
+    Args:
+      tree: Leaves of any dtype and shape. An empty tree is finite.
+
+    Returns:
+      `bool[]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.compat import jmp
+      >>> print(jmp.all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
+      False
+    """
+    return is_finite(tree, loss_scale=None, axis_name=None)
+
+
+def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
+    """Returns `a` if `pred` is True, and `b` otherwise.
+
+        select(pred, x, y)  for the leaves x of a and y of b
+
+    Use it to keep parameters and optimizer state on a step that overflowed. Inside
+    `loss_scaled` this is not needed.
+
+    Args:
+      pred: `bool[]`.
+      a: A pytree of arrays.
+      b: A pytree of the same structure, shapes and dtypes.
+
+    Returns:
+      A tree of the same structure.
+
+    Raises:
+      AssertionError: If `pred` is not a boolean scalar, as in jmp.
+      TypeError: If two leaves differ in shape or dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.compat import jmp
+      >>> jmp.select_tree(jnp.bool_(False), {"a": jnp.ones(2)}, {"a": jnp.zeros(2)})
+      {'a': Array([0., 0.], dtype=float32)}
+    """
+    if jnp.ndim(pred) != 0 or jnp.result_type(pred) != jnp.bool_:
+        raise AssertionError(
+            f"`pred` must be one bool, got {pred!r:.60}: expected boolean scalar. (Did "
+            "you mean `all_finite(grads)`?)"
+        )
+    verdict = jnp.asarray(pred)
+    return jax.tree.map(lambda x, y: lax.select(verdict, x, y), a, b)
+
+
+def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
+    return scale_tree(tree, _holding(loss_scale))
+
+
+def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
+    """Unscales in two steps; the second divides by 1, unless the scale is too large.
+
+    The barrier hides the values from XLA, which would make one constant of both.
+    """
+    s = lax.optimization_barrier(jnp.asarray(loss_scale, jnp.float32))
+    first = jnp.minimum(s, LARGEST_SCALE)
+    return unscale_tree(unscale_tree(tree, _holding(first)), _holding(s / first))
+
+
+def _holding(loss_scale: Any) -> LossScaleState:
+    """A state for `scale` and `unscale`, whose scale may be out of range."""
+    return first_state(loss_scale, ())
+
+
+def _state_of_rule(tree: PyTree, rule: Rule) -> LossScaleState:
+    """The state that a tree holds, if a rule has states of this form."""
+    state: LossScaleState = with_arrays(find_loss_scale_state(tree))
+    form: Any = jax.tree.structure(state.rule_state)
+    if form != jax.tree.structure(rule.init().rule_state):
+        raise ValueError(
+            f"`state` must hold a state of {rule}, got one of another rule, whose "
+            f"`rule_state` is a {type(state.rule_state).__name__}. (To take over only "
+            "its scale, pass `get_loss_scale(state)` to the class.)"
+        )
+    return state
+
+
+def _number(name: str, value: jax.typing.ArrayLike) -> float:
+    """A setting as a number of Python, whole if it is whole."""
+    check_concrete(name, value, "It is static. Give a number, such as 0.25.")
+    number = np.asarray(value).item()
+    return int(number) if float(number).is_integer() else number
+
+
+def _warn_unless_floating(name: str, value: object) -> None:
+    """Warns of an integer. JAX may pass objects that stand for arrays."""
+    if is_numeric(value):
+        dtype = jnp.result_type(value)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            message = f"Expected floating type for {name}, got {dtype}"
+            warnings.warn(message, stacklevel=4)  # Where the class was called.

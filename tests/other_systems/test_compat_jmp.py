@@ -1,0 +1,637 @@
+"""Scripts for jmp with one changed import: the module `optax_lossscale.compat.jmp`.
+
+Expected values are those of trajectories recorded from jmp (see data/README.md), or are
+derived by hand from jmp's rule:
+
+    finite:     c = c + 1;  if c == period: s = s * factor, c = 0
+    nonfinite:  s = max(s / factor, min_loss_scale);  c = 0
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
+from optax_lossscale.compat import jmp
+
+TRACES = json.loads(
+    (pathlib.Path(__file__).parent / "data" / "jmp_scale.json").read_text()
+)["traces"]
+
+
+def after(loss_scale, history):
+    """The loss scale after a history of finite and nonfinite steps."""
+    for finite in history:
+        loss_scale = loss_scale.adjust(jnp.bool_(finite))
+    return loss_scale
+
+
+def scanned(loss_scale, history):
+    """The last loss scale, and the scales and counters after each step."""
+
+    def step(loss_scale, finite):
+        loss_scale = loss_scale.adjust(finite)
+        return loss_scale, (loss_scale.loss_scale, loss_scale.counter)
+
+    return jax.lax.scan(step, loss_scale, jnp.asarray(history, bool))
+
+
+# The rule.
+
+
+@pytest.mark.fast_every(4)
+@pytest.mark.parametrize("trace", TRACES, ids=range(len(TRACES)))
+def test_the_dynamic_scale_follows_what_was_recorded_from_jmp(trace):
+    config = dict(trace["config"])
+    first = jnp.float32(config.pop("loss_scale"))
+    _, (scales, counters) = scanned(
+        jmp.DynamicLossScale(first, **config), trace["finite"]
+    )
+    real = np.asarray([float(scale) for scale in trace["scale"]])
+    usable = (real > 2.0**-126) & (real < 2.0**126)  # jmp goes on to 2**127.
+    steps = len(real) if usable.all() else int(np.argmin(usable))
+    assert steps >= 5
+    np.testing.assert_allclose(scales[:steps], real[:steps], rtol=1e-5)
+    if np.frexp(config["factor"])[0] == 0.5:
+        assert scales[:steps].tolist() == real[:steps].tolist()
+    assert counters[:steps].tolist() == trace["counter"][:steps]
+
+
+def test_with_a_period_of_one_every_finite_step_grows():
+    _, (scales, counters) = scanned(
+        jmp.DynamicLossScale(jnp.float32(8.0), period=1, factor=4), [1, 1, 0, 1]
+    )
+    assert scales.tolist() == [32.0, 128.0, 32.0, 128.0]
+    assert counters.tolist() == [0, 0, 0, 0]
+
+
+def test_a_factor_of_three_divides_as_jmp_does():
+    # 10 / 3 rounded to float32, and not 10 times a rounded third.
+    adjusted = after(jmp.DynamicLossScale(jnp.float32(10.0), factor=3), [False])
+    assert adjusted.loss_scale == np.float32(10) / np.float32(3)
+
+
+def test_settings_that_are_whole_floats_are_taken():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), period=2.0, factor=2.0)
+    assert after(loss_scale, [True, True]).loss_scale == 16.0
+
+
+@pytest.mark.parametrize("finite", [True, np.bool_(True), np.asarray(True)])
+def test_the_verdict_can_be_a_bool_of_python_or_numpy(finite):
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), period=1)
+    assert loss_scale.adjust(finite).loss_scale == 16.0
+
+
+def test_a_verdict_that_is_no_scalar_is_refused_as_jmp_refuses_it():
+    with pytest.raises(AssertionError, match="Expected boolean scalar"):
+        jmp.DynamicLossScale(jnp.float32(8.0)).adjust(jnp.ones(2, bool))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"factor": 1}, ValueError, "`factor` must be strictly between 1"),
+        ({"period": 0}, ValueError, "`period` must be at least 1"),
+        ({"period": 2.5}, TypeError, "`period` must be an integer"),
+        ({"min_loss_scale": np.nan}, ValueError, "`min_loss_scale` must be positive"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused_when_the_scale_is_adjusted(
+    settings, error, message
+):
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), **settings)
+    with pytest.raises(error, match=message):
+        loss_scale.adjust(True)
+
+
+# Trees.
+
+
+def test_the_leaves_of_a_dynamic_scale_are_the_scale_and_the_counter():
+    scale, counter = jnp.float32(8.0), jnp.int32(1)
+    loss_scale = jmp.DynamicLossScale(scale, counter)
+    paths, leaves = zip(
+        *jax.tree_util.tree_flatten_with_path(loss_scale)[0], strict=True
+    )
+    assert leaves == (scale, counter)
+    # Checkpoints name leaves by these paths, and jmp's have no names.
+    assert [jax.tree_util.keystr(path) for path in paths] == [
+        "[<flat index 0>]",
+        "[<flat index 1>]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        jmp.NoOpLossScale(),
+        jmp.StaticLossScale(2),
+        jmp.StaticLossScale(jnp.float32(2.0)),
+        jmp.StaticLossScale(np.asarray(2.0)),
+    ],
+)
+def test_other_loss_scales_have_no_leaves_and_pass_through_jit(loss_scale):
+    # In jmp a `StaticLossScale` of an array cannot be hashed.
+    assert jax.tree.leaves(loss_scale) == []
+    double = jax.jit(lambda loss_scale, x: (loss_scale, loss_scale.scale(x)))
+    same, scaled = double(loss_scale, jnp.ones(2))
+    assert same == loss_scale
+    assert scaled.tolist() == [loss_scale.loss_scale] * 2
+
+
+FLOORS = [0.25, np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)]
+REBUILD = {
+    "tree.map": lambda tree: jax.tree.map(lambda leaf: leaf, tree),
+    "jit": jax.jit(lambda tree: tree),
+    "scan": lambda tree: scanned(tree, [True])[0],
+    "vmap": lambda tree: jax.tree.map(
+        lambda leaf: leaf[0],
+        jax.vmap(lambda tree: tree)(jax.tree.map(lambda leaf: leaf[None], tree)),
+    ),
+    "pmap": lambda tree: jax.tree.map(
+        lambda leaf: leaf[0],
+        jax.pmap(lambda tree: tree)(
+            jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), tree)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("floor", FLOORS, ids=lambda floor: type(floor).__name__)
+@pytest.mark.parametrize("rebuild", REBUILD)
+def test_the_floor_survives_when_the_tree_is_rebuilt(rebuild, floor):
+    # jmp's pull request 44: there the floor is 1 from then on.
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=floor)
+    rebuilt = REBUILD[rebuild](loss_scale)
+    assert rebuilt.min_loss_scale == 0.25
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
+    assert after(rebuilt, [False] * 4).loss_scale == 0.25
+
+
+def test_a_floor_that_float32_rounds_keeps_one_tree_structure():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=0.1)
+    rebuilt = jax.tree.map(lambda leaf: leaf, loss_scale)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
+
+
+def test_a_traced_floor_is_refused():
+    # jmp would silently go on with 1.
+    make = jax.jit(lambda x: jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=x))
+    with pytest.raises(TypeError, match=r"`min_loss_scale` .* Give a number"):
+        make(0.25)
+
+
+@pytest.mark.parametrize(
+    "leaf", [object(), None, True, 3, jax.ShapeDtypeStruct((), jnp.float32)]
+)
+def test_a_tree_takes_any_leaves_without_a_warning(leaf):
+    # JAX puts objects, None, axes, masks and shardings in the place of arrays.
+    structure = jax.tree.structure(jmp.DynamicLossScale(jnp.float32(8.0), period=5))
+    rebuilt = jax.tree.unflatten(structure, [leaf, leaf])
+    assert (rebuilt.loss_scale, rebuilt.counter, rebuilt.period) == (leaf, leaf, 5)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        2.0**15,
+        np.asarray(2.0**15),
+        jnp.asarray(2.0**15),
+        jnp.float16(2.0**15),
+        jnp.bfloat16(2.0**15),
+        jnp.float32(2.0**15),
+    ],
+    ids=["number", "numpy", "weak", "float16", "bfloat16", "float32"],
+)
+@pytest.mark.parametrize("counter", [0, np.zeros((), np.int32)], ids=["int", "numpy"])
+def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter):
+    traced = []
+
+    @jax.jit
+    def adjust(loss_scale, finite):
+        traced.append(finite)
+        return loss_scale.adjust(finite)
+
+    loss_scale = jmp.DynamicLossScale(first, counter, period=2)
+    for finite in [True, False, True]:
+        adjusted = adjust(loss_scale, jnp.bool_(finite))
+        assert jax.typeof(adjusted.loss_scale) == jax.typeof(jnp.asarray(first))
+        assert adjusted.counter.dtype == jnp.int32
+        loss_scale = adjusted
+    assert len(traced) == 1
+    assert loss_scale.loss_scale == 2.0**14
+
+
+def test_a_float16_scale_does_not_grow_to_infinity():
+    # jmp's issue 47: `adjust` raises a TypeError. 2**16 is infinity in float16.
+    loss_scale = jmp.DynamicLossScale(jnp.float16(2.0**14), period=1)
+    _, (scales, _) = scanned(loss_scale, [True, True, True, False])
+    assert scales.tolist() == [2.0**15, 2.0**15, 2.0**15, 2.0**14]
+    assert scales.dtype == jnp.float16
+
+
+def test_a_float16_scale_does_not_back_off_to_zero():
+    loss_scale = jmp.DynamicLossScale(jnp.float16(2.0**-23), min_loss_scale=0.0)
+    _, (scales, _) = scanned(loss_scale, [False] * 3)
+    assert scales.tolist() == [2.0**-24] * 3
+
+
+def test_a_scale_with_an_axis_of_devices_is_adjusted_outside_pmap_too():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), jnp.int32(0), period=1)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), loss_scale)
+    assert stacked.adjust(True).loss_scale.tolist() == [16.0, 16.0]
+    assert jax.tree.map(jnp.shape, stacked.to_state()) == jax.tree.map(
+        lambda _: (2,), ols.presets.jmp().init()
+    )
+
+
+# Scales out of range.
+
+
+def test_the_scale_grows_to_the_largest_with_a_normal_reciprocal():
+    # jmp goes to 2**127, whose reciprocal is flushed to zero.
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**125), period=1)
+    assert after(loss_scale, [True] * 3).loss_scale == 2.0**126
+
+
+@pytest.mark.parametrize("damaged", [np.inf, np.nan, 2.0**127])
+def test_a_scale_above_the_range_comes_back(damaged):
+    loss_scale = jmp.DynamicLossScale(jnp.float32(damaged))
+    assert after(loss_scale, [False]).loss_scale == 2.0**125
+    assert loss_scale.to_state().loss_scale == 2.0**126
+
+
+def test_a_scale_of_zero_becomes_the_floor_as_in_jmp():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(0.0), min_loss_scale=0.5)
+    assert not jmp.all_finite(loss_scale.unscale(loss_scale.scale(jnp.float32(1.0))))
+    assert after(loss_scale, [False]).loss_scale == 0.5
+
+
+def test_without_a_floor_the_scale_stops_at_the_smallest_normal_number():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**-124), min_loss_scale=0.0)
+    assert after(loss_scale, [False] * 5).loss_scale == 2.0**-126
+
+
+@pytest.mark.parametrize("cls", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_a_scale_whose_reciprocal_is_flushed_is_divided_out(cls):
+    grads = jnp.asarray([2.0**125, 2.0**127, -(2.0**126)])
+    expected = [0.25, 1.0, -0.5]
+    constant = cls(2.0**127)
+    assert constant.unscale(grads).tolist() == expected
+    assert jax.jit(constant.unscale)(grads).tolist() == expected
+    unscale = jax.jit(lambda loss_scale, grads: loss_scale.unscale(grads))
+    assert unscale(cls(np.float32(2.0**127)), grads).tolist() == expected
+
+
+def test_a_restored_counter_beyond_the_period_grows_at_once():
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), jnp.int32(7), period=5)
+    assert after(loss_scale, [True]).loss_scale == 16.0
+
+
+# Trees of gradients.
+
+
+@pytest.mark.parametrize("cls", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_floating_leaves_are_multiplied_and_divided_by_the_scale(cls):
+    tree = {"a": jnp.asarray([3.0, -0.5]), "b": None, "c": jnp.complex64(1 + 2j)}
+    scaled = cls(jnp.float32(8.0)).scale(tree)
+    assert scaled["a"].tolist() == [24.0, -4.0]
+    assert (scaled["b"], scaled["c"]) == (None, 8 + 16j)
+    assert_same_bits(cls(jnp.float32(8.0)).unscale(scaled), tree)
+
+
+def test_a_scale_that_is_no_power_of_two_multiplies_by_its_rounded_reciprocal():
+    # jmp's arithmetic: the reciprocal is rounded first, and then the product.
+    grads = np.linspace(-5, 5, 101, dtype=np.float32)
+    expected = grads * (np.float32(1) / np.float32(10.7))
+    for cls in (jmp.StaticLossScale, jmp.DynamicLossScale):
+        unscaled = cls(jnp.float32(10.7)).unscale(jnp.asarray(grads))
+        assert_same_bits(unscaled, jnp.asarray(expected))
+
+
+@pytest.mark.parametrize("first", [2.0**15, jnp.asarray(2.0**15)], ids=["py", "weak"])
+@pytest.mark.parametrize("cls", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_half_precision_neither_overflows_nor_underflows(cls, first):
+    # jmp stays in float16 here: infinity, and zero.
+    loss_scale = cls(first)
+    scaled = loss_scale.scale(jnp.float16(3.0))
+    unscaled = loss_scale.unscale(jnp.float16(2.0**-10))
+    assert (scaled, scaled.dtype) == (3 * 2.0**15, jnp.float32)
+    assert (unscaled, unscaled.dtype) == (2.0**-25, jnp.float32)
+
+
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_leaves_that_cannot_be_gradients_are_unchanged(method):
+    tree = {
+        "integer": jnp.arange(3),
+        "bool": np.asarray([True]),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "name": "conv",
+    }
+    result = getattr(jmp.DynamicLossScale(jnp.float32(8.0)), method)(tree)
+    assert all(result[name] is leaf for name, leaf in tree.items())
+
+
+def test_float64_stays_and_is_scaled_in_float64():
+    with (
+        jax.enable_x64()
+        if hasattr(jax, "enable_x64")
+        else jax.experimental.enable_x64()
+    ):
+        loss_scale = jmp.DynamicLossScale(jnp.float64(8.0), jnp.int64(0), period=1)
+        x = jnp.float64(1 / 3)
+        assert_same_bits(loss_scale.unscale(loss_scale.scale(x)), x)
+        adjusted = loss_scale.adjust(True)
+        assert adjusted.loss_scale.dtype == jnp.float64
+        assert adjusted.counter.dtype == jnp.int64
+        assert adjusted.loss_scale == 16.0
+
+
+def test_no_loss_scale_returns_the_same_objects():
+    loss_scale, tree = jmp.NoOpLossScale(), {"a": jnp.ones(2)}
+    assert loss_scale.scale(tree) is tree
+    assert loss_scale.unscale(tree) is tree
+    assert loss_scale.adjust(False) is loss_scale
+    assert loss_scale.loss_scale == 1
+
+
+def test_a_static_scale_never_changes():
+    loss_scale = jmp.StaticLossScale(8.0)
+    assert loss_scale.adjust(False) is loss_scale
+
+
+def test_select_tree_takes_one_tree_or_the_other():
+    a, b = {"x": jnp.ones(2), "y": None}, {"x": jnp.zeros(2), "y": None}
+    assert_same_bits(jmp.select_tree(jnp.bool_(True), a, b), a)
+    assert_same_bits(jmp.select_tree(False, a, b), b)
+
+
+@pytest.mark.parametrize("pred", [jnp.ones(1, bool), jnp.int32(1), 1.0])
+def test_select_tree_refuses_what_is_no_boolean_scalar(pred):
+    with pytest.raises(AssertionError, match="expected boolean scalar"):
+        jmp.select_tree(pred, 1.0, 2.0)
+
+
+def test_select_tree_refuses_leaves_of_different_dtypes():
+    # Promotion would change the dtype of the parameters.
+    with pytest.raises(TypeError, match="dtype"):
+        jmp.select_tree(True, jnp.float32(1.0), jnp.float16(1.0))
+
+
+# Warnings.
+
+
+@pytest.mark.parametrize("value", [1, np.int32(1), jnp.int32(1)])
+def test_an_integer_scale_or_floor_warns_in_the_callers_file(value):
+    with pytest.warns(UserWarning, match="type for loss_scale, got int32") as caught:
+        jmp.DynamicLossScale(value)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="floating type for min_loss_scale, got int32"):
+        jmp.DynamicLossScale(8.0, min_loss_scale=value)
+
+
+def test_a_floating_scale_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (8.0, np.float32(8.0), jnp.float16(8.0), object()):
+            jmp.DynamicLossScale(value)
+
+
+# Policies.
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("full", "p=full,c=full,o=full"),
+        ("float16", "p=f16,c=f16,o=f16"),
+        ("c=f16", "p=full,c=f16,o=f16"),
+        ("p=bf16", "p=bf16,c=bf16,o=bf16"),
+        ("p=f16,c=bfloat16", "p=f16,c=bf16,o=bf16"),
+        ("o=f32,c=f16", "p=full,c=f16,o=full"),
+        ("params=float32,compute=float16,output=float64", "p=full,c=f16,o=f64"),
+    ],
+)
+def test_a_policy_is_read_and_printed_as_jmp_does(name, printed):
+    policy = jmp.get_policy(name)
+    assert str(policy) == printed
+    assert jmp.get_policy(printed) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("f8", "Unknown dtype 'f8'"),
+        ("c=F16", "Unknown dtype 'F16'"),
+        ("k=f16", "Unknown key 'k'"),
+        ("p=f32, c=f16", "Unknown key ' c'"),
+        ("p=f32,", "must be a list of key=dtype, got ''"),
+        ("p=f32=f16", "must be a list of key=dtype, got 'p=f32=f16'"),
+    ],
+)
+def test_a_name_that_is_no_policy_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        jmp.get_policy(name)
+
+
+def test_half_is_the_dtype_of_the_device():
+    half = jmp.half_dtype()
+    assert half in (jnp.float16, jnp.bfloat16)
+    assert jmp.get_policy("half") == jmp.Policy(half, half, half)
+    assert half(2.0**15) == 2.0**15  # It can be called, as in jmp's README.
+
+
+def test_policies_with_equal_dtypes_are_equal_and_hash_alike():
+    a = jmp.Policy(jnp.float32, jnp.float16, np.float32)
+    b = jmp.get_policy("c=f16,o=f32")
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a.with_output_dtype(jnp.float16) == jmp.get_policy("c=f16") != b
+    with pytest.raises(dataclasses.FrozenInstanceError, match="param_dtype"):
+        a.param_dtype = jnp.float16
+
+
+def test_a_policy_with_any_dtype_can_be_printed():
+    # jmp raises a KeyError.
+    policy = jmp.Policy("float32", jnp.dtype(jnp.bfloat16), jnp.float8_e4m3fn)
+    assert str(policy) == "p=full,c=bf16,o=float8_e4m3fn"
+
+
+def test_a_policy_casts_floating_arrays_and_nothing_else():
+    kept = {
+        "number": 1.0,
+        "scalar": np.float32(1.0),
+        "integer": jnp.arange(2),
+        "complex": jnp.ones(2, jnp.complex64),
+        "object": object(),
+        "key": jax.random.key(0),
+    }
+    tree = {"numpy": np.ones(2), "jax": jnp.ones(2, jnp.bfloat16), **kept}
+    policy = jmp.Policy(jnp.float32, jnp.float16, jnp.bfloat16)
+    for cast, dtype in [
+        (policy.cast_to_param, jnp.float32),
+        (policy.cast_to_compute, jnp.float16),
+        (policy.cast_to_output, jnp.bfloat16),
+        (jmp.cast_to_full, jnp.float32),
+        (jmp.cast_to_half, jmp.half_dtype()),
+    ]:
+        result = cast(tree)
+        assert result["numpy"].dtype == result["jax"].dtype == dtype
+        assert isinstance(result["numpy"], np.ndarray)
+        assert all(result[name] is leaf for name, leaf in kept.items())
+
+
+# The way on, and back.
+
+SETTINGS = {"period": 3, "factor": 4, "min_loss_scale": 0.25}
+FIRST_SCALE = 2.0**14
+POLICY = jmp.get_policy("p=f32,c=f16,o=f32")
+STEPS = 16
+
+
+def loss_fn(params, batch):
+    low, x = POLICY.cast_to_compute((params, batch))
+    return jnp.mean(POLICY.cast_to_output(jnp.tanh(x @ low["w"]) @ low["v"]) ** 2)
+
+
+def batches():
+    """Random batches; on three steps an entry overflows in float16."""
+    batches = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
+    batches[[5, 6, 11], 0, 0] = 1e5
+    return jnp.asarray(batches)
+
+
+def first_params():
+    return {"w": jnp.full((3, 2), 0.5), "v": jnp.asarray([1.0, -0.5])}
+
+
+def jmp_step(params, inner_state, loss_scale, batch):
+    """A step in jmp's form."""
+    scaled_loss = lambda params: loss_scale.scale(loss_fn(params, batch))  # noqa: E731
+    grads = loss_scale.unscale(jax.grad(scaled_loss)(params))
+    grads_finite = jmp.all_finite(grads)
+    loss_scale = loss_scale.adjust(grads_finite)
+    updates, new_state = adam().update(grads, inner_state, params)
+    new = (optax.apply_updates(params, updates), new_state)
+    params, inner_state = jmp.select_tree(grads_finite, new, (params, inner_state))
+    return params, inner_state, loss_scale
+
+
+RULE = ols.presets.jmp(FIRST_SCALE, **SETTINGS)
+TX = ols.loss_scaled(adam(), RULE)
+
+
+def own_step(params, opt_state, batch):
+    """The same step in this package's own form."""
+    grads = ols.scaled_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def jmp_run():
+    """Parameters, optimizer state and loss scale before each step, and at the end."""
+    params = first_params()
+    first = jmp.DynamicLossScale(jnp.float32(FIRST_SCALE), **SETTINGS)
+    history = [(params, adam().init(params), first)]
+    for batch in batches():
+        history.append(jmp_step(*history[-1], batch))
+    return history
+
+
+@pytest.mark.parametrize("k", [0, 4, 6, 12])
+def test_a_run_carried_over_to_loss_scaled_continues_with_the_same_bits(k):
+    history = jmp_run()
+    skipped = [i for i in range(STEPS) if history[i + 1][2].counter == 0]
+    assert {5, 6, 11} < set(skipped)  # The others are growths.
+    params, inner_state, loss_scale = history[k]
+    opt_state = ols.LossScaledState(loss_scale.to_state(), inner_state)
+    for i in range(k, STEPS):
+        params, opt_state = own_step(params, opt_state, batches()[i])
+        expected_params, expected_state, expected_scale = history[i + 1]
+        assert_same_bits(params, expected_params)
+        assert_same_bits(opt_state.inner_state, expected_state)
+        assert_same_bits(ols.get_loss_scale(opt_state), expected_scale.loss_scale)
+    back = jmp.DynamicLossScale.from_state(opt_state, **SETTINGS)
+    assert_same_bits(back, history[-1][2])
+    assert opt_state.loss_scale_state.step_count == STEPS - k
+
+
+@pytest.mark.parametrize("k", [4, 6])
+def test_a_run_carried_back_from_loss_scaled_continues_with_the_same_bits(k):
+    history = jmp_run()
+    params = first_params()
+    opt_state = TX.init(params)
+    for batch in batches()[:k]:
+        params, opt_state = own_step(params, opt_state, batch)
+    loss_scale = jmp.DynamicLossScale.from_state(opt_state, **SETTINGS)
+    assert dataclasses.asdict(loss_scale) == dataclasses.asdict(history[k][2])
+    carry = (params, opt_state.inner_state, loss_scale)
+    for i in range(k, STEPS):
+        carry = jmp_step(*carry, batches()[i])
+        assert_same_bits(carry, history[i + 1])
+
+
+def test_a_state_made_from_a_dynamic_scale_is_one_of_the_preset():
+    loss_scale = jmp.DynamicLossScale(jnp.float16(8.0), 2, **SETTINGS)
+    state = loss_scale.to_state()
+    first = RULE.init()
+    expected = first._replace(
+        loss_scale=jnp.float32(8.0),
+        rule_state=first.rule_state._replace(growth_count=jnp.int32(2)),
+    )
+    assert_same_bits(state, expected)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
+
+
+def test_the_fields_of_a_state_have_buffers_of_their_own():
+    # Else a step that donates the state would delete the scale that it was made from.
+    loss_scale = jmp.DynamicLossScale(jnp.float32(8.0), jnp.int32(2))
+    state = loss_scale.to_state()
+    back = jmp.DynamicLossScale.from_state(state)
+    leaves = jax.tree.leaves((loss_scale, state, back))
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    assert len(pointers) == len(leaves)
+
+
+def test_static_and_no_loss_scale_are_carried_over_too():
+    state = jmp.StaticLossScale(8).to_state()
+    assert_same_bits(state, ols.static_loss_scale(8.0).init())
+    assert jmp.StaticLossScale.from_state(state) == jmp.StaticLossScale(8.0)
+    assert_same_bits(jmp.NoOpLossScale().to_state(), ols.no_loss_scale().init())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [ols.smooth_loss_scale(), ols.presets.deepspeed(), ols.no_loss_scale()],
+    ids=["smooth", "deepspeed", "none"],
+)
+@pytest.mark.parametrize("cls", [jmp.StaticLossScale, jmp.DynamicLossScale])
+def test_a_state_of_another_rule_is_refused(cls, rule):
+    with pytest.raises(ValueError, match="got one of another rule"):
+        cls.from_state(rule.init())
+
+
+def test_a_static_scale_that_no_rule_can_have_is_refused():
+    with pytest.raises(ValueError, match="`scale` must be positive"):
+        jmp.StaticLossScale(0).to_state()
+
+
+def test_the_module_needs_no_jmp_and_is_loaded_on_demand():
+    code = (
+        "import sys, optax_lossscale; "
+        "assert not any('compat' in name for name in sys.modules if 'optax_l' in name);"
+        "import optax_lossscale.compat.jmp as jmp; "
+        "assert 'jmp' not in sys.modules and 'flax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
