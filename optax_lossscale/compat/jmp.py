@@ -138,8 +138,8 @@ class StaticLossScale:
       * The scale and its reciprocal are float32. With 64-bit numbers jmp has scales
         beyond float32, and may round the reciprocal of other scales than powers of two
         once less.
-      * A scale above `2**126` is divided out in two steps. jmp multiplies by its
-        reciprocal, which is flushed to zero.
+      * A scale above `2**126` counts as `2**126`. In jmp all gradients are then zero,
+        because the reciprocal of the scale is flushed to zero.
       * `loss_scale` can be a JAX or NumPy array under `jit` too, where jmp fails
         because an array cannot be hashed.
 
@@ -471,18 +471,13 @@ def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
 
 
 def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
-    """Unscales in two steps; the second divides by 1, unless the scale is too large.
-
-    The barrier hides the values from XLA, which would make one constant of both.
-    """
-    s = lax.optimization_barrier(jnp.asarray(loss_scale, jnp.float32))
-    first = jnp.minimum(s, LARGEST_SCALE)
-    return unscale_tree(unscale_tree(tree, _holding(first)), _holding(s / first))
+    return unscale_tree(tree, _holding(loss_scale))
 
 
 def _holding(loss_scale: Any) -> LossScaleState:
-    """A state for `scale` and `unscale`, whose scale may be out of range."""
-    return first_state(loss_scale, ())
+    """A state for `scale` and `unscale`. The reciprocal of a larger scale is zero."""
+    s = jnp.minimum(jnp.asarray(loss_scale, jnp.float32), LARGEST_SCALE)
+    return first_state(s, ())  # type: ignore[arg-type]
 
 
 def _state_of_rule(tree: PyTree, rule: Rule) -> LossScaleState:
