@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import presets
 from optax_lossscale._finite import all_finite
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._rules import DynamicRuleState, LossScale
@@ -24,6 +23,7 @@ from optax_lossscale._state import LossScaleState, as_array, find_loss_scale_sta
 from optax_lossscale._tree import map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale._verdict import repair_scale
+from optax_lossscale.presets._jax import flax as flax_rule
 
 try:
     from flax import struct
@@ -249,7 +249,7 @@ class DynamicScale(struct.PyTreeNode):
         return cls(fin_steps=count, scale=state.loss_scale, **settings)
 
     def _rule(self) -> LossScale:
-        return presets.flax(
+        return flax_rule(
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
