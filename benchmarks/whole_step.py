@@ -27,7 +27,11 @@ from optax_lossscale._checks import check_output_file
 ROUNDS = 30
 STEPS_OF_A_ROUND = 10
 FULL_WAY = "autocast, O1"  # With more optimizers and rules than the others.
-FITTING_WAY = {"flax DynamicScale": "by hand", "loss_scaled, headroom": FULL_WAY}
+FITTING_WAY = {
+    "flax DynamicScale": "by hand",
+    "compat.flax DynamicScale": "by hand",
+    "loss_scaled, headroom": FULL_WAY,
+}
 
 
 class Measured(NamedTuple):

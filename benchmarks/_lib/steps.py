@@ -15,6 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
 from _lib.models import Decoder, cross_entropy, next_token_loss
+from optax_lossscale.compat import flax as compat
 
 Tree = Any
 # A loss function, and the shapes of its parameters and of its batch.
@@ -160,6 +161,7 @@ SCALERS = {
     "loss_scaled": ols.dynamic_loss_scale,
     "loss_scaled, headroom": ols.headroom_loss_scale,
     "flax DynamicScale": DynamicScale,
+    "compat.flax DynamicScale": compat.DynamicScale,
 }
 
 
@@ -189,7 +191,7 @@ def make_step(
     if has_masters:
         params = jax.eval_shape(ols.cast_params, params)
         inner = ols.master_weights(inner)
-    make = run_flax if scaler == "flax DynamicScale" else run_ours
+    make = run_flax if "DynamicScale" in scaler else run_ours
     init, run = make(loss_fn, inner, SCALERS[scaler])
     entries = sum(leaf.size for leaf in jax.tree.leaves(params))
     args = (params, jax.eval_shape(init, params), *batch)

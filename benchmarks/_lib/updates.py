@@ -1,6 +1,7 @@
 """One optimizer update from scaled gradients, in each way that is compared."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax.contrib
 from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
+from optax_lossscale.compat import flax as compat
 
 Tree = Any
 
@@ -80,11 +82,13 @@ _loss_with_grads.defvjp(
 )
 
 
-def flax_dynamic_scale(inner: optax.GradientTransformation) -> Way:
-    """Uses Flax's `DynamicScale`, with the selects that its documentation asks for."""
+def flax_dynamic_scale(
+    inner: optax.GradientTransformation, make: Callable[[], Any] = DynamicScale
+) -> Way:
+    """Uses a `DynamicScale`, with the selects that Flax's documentation asks for."""
 
     def init(params):
-        return DynamicScale(), inner.init(params)
+        return make(), inner.init(params)
 
     def step(params, state, grads):
         scale, old = state
@@ -145,6 +149,7 @@ WAYS = {
     "bare optimizer": bare,
     "optax_lossscale": loss_scaled,
     "flax DynamicScale": flax_dynamic_scale,
+    "compat.flax DynamicScale": partial(flax_dynamic_scale, make=compat.DynamicScale),
     "optax.apply_if_finite": apply_if_finite,
     "by hand": by_hand,
 }
