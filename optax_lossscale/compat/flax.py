@@ -79,8 +79,10 @@ class DynamicScale(struct.PyTreeNode):
     * A setting outside the range that `presets.flax` gives raises an error. For a fixed
       scale use `static_loss_scale`.
 
-    The step costs less with `loss_scaled`, which also selects: its way to mask the
-    state needs no second copy of it. `to_state` carries a run over.
+    **Cost.** Gradients are checked in groups, as by `loss_scaled`, but the selects are
+    still the script's own. On a CPU they take several times as long as the optimizer,
+    because XLA copies parameters and state for them. `loss_scaled` needs none of these
+    copies, and `to_state` carries a run over to it.
 
     Attributes:
       growth_factor: Above 1. Static, as are the next two and `minimum_scale`.
