@@ -193,8 +193,7 @@ class DynamicScale(struct.PyTreeNode):
 
             rule = presets.flax(growth_interval=...)  # The settings of this object.
             tx = loss_scaled(optimizer, rule)
-            opt_state = adopt_inner_state(opt_state, rule)
-            opt_state = opt_state._replace(loss_scale_state=dynamic_scale.to_state())
+            opt_state = LossScaledState(dynamic_scale.to_state(), opt_state)
 
         Returns:
           A `LossScaleState` of `presets.flax`. Its counts of skipped steps, which Flax
