@@ -182,6 +182,14 @@ def check_count(name: str, value: int, minimum: int = 1) -> int:
     return int(value)
 
 
+def python_number(name: str, value: jax.typing.ArrayLike) -> float:
+    """Returns a setting as a number of Python, an integer if it is whole."""
+    check_concrete(name, value, "It is static. Give a Python number.")
+    number = np.asarray(value).item()
+    is_whole = isinstance(number, float) and number.is_integer()
+    return int(number) if is_whole else number
+
+
 def check_optimizer(
     name: str, inner: optax.GradientTransformation | optax.MultiSteps
 ) -> optax.GradientTransformationExtraArgs:

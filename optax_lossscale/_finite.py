@@ -18,6 +18,7 @@ becomes `False` or infinity before anything is reduced.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
@@ -201,10 +202,17 @@ def _reduce_axes(
     names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
     if names is None or names == ():
         return result
-    try:
+    with hint_at_axes(axis_name):
         if isinstance(names, tuple):
-            result = _vary_over(result, names)
+            result = vary_over(result, names)
         return jnp.asarray(statistic.reduce_devices(result, names))
+
+
+@contextlib.contextmanager
+def hint_at_axes(axis_name: AxisName | None) -> Iterator[None]:
+    """Says what an axis name means, in the error if there is no such axis."""
+    try:
+        yield
     except NameError as error:
         error.add_note(
             "(`axis_name` must name axes of the `pmap`, `vmap` or `shard_map` around, "
@@ -213,14 +221,14 @@ def _reduce_axes(
         raise
 
 
-def _vary_over(scalar: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
-    """Makes a scalar vary over all of the axes, without changing its value.
+def vary_over(array: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
+    """Makes an array vary over all of the axes, without changing its value.
 
     JAX 0.12 refuses to reduce an array over several axes if it varies over only some of
     them. `lax.pvary` refuses axes over which the array varies already.
     """
     is_a_device = lax.axis_index(names) >= 0  # True on every device.
-    return jnp.where(is_a_device, scalar, scalar)
+    return jnp.where(is_a_device, array, array)
 
 
 def _axes_of(spec: PartitionSpec) -> Iterator[Hashable]:

@@ -1,6 +1,7 @@
 """Flax's `DynamicScale`, run by this package: change one import.
 
     from optax_lossscale.compat.flax import DynamicScale
+    from optax_lossscale.compat import flax as dynamic_scale_lib  # Or the whole module.
 
 Scripts and checkpoints stay as they are. `DynamicScale` lists what differs.
 """
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._finite import all_finite
-from optax_lossscale._grad import scaled_value_and_grad
+from optax_lossscale._checks import SMALLEST_SCALE, python_number
+from optax_lossscale._finite import all_finite, hint_at_axes, vary_over
 from optax_lossscale._rules import DynamicRuleState, LossScale
-from optax_lossscale._state import LossScaleState, as_array, find_loss_scale_state
-from optax_lossscale._tree import map_floating, widen
+from optax_lossscale._scaling import scale
+from optax_lossscale._state import LossScaleState, find_loss_scale_state
+from optax_lossscale._tree import is_floating_array, map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale._verdict import repair_scale
 from optax_lossscale.presets._jax import flax as flax_rule
@@ -31,6 +33,8 @@ except ImportError as error:
     raise ImportError(
         "`optax_lossscale.compat.flax` needs Flax. (Install it by `pip install flax`.)"
     ) from error
+
+_LONGEST_INTERVAL = 2**31 - 2  # The count of `presets.flax` goes one further.
 
 
 class DynamicScaleResult(NamedTuple):
@@ -58,26 +62,31 @@ class DynamicScale(struct.PyTreeNode):
         select = functools.partial(jnp.where, finite)
         opt_state = jax.tree.map(select, new.opt_state, old.opt_state)
 
-    The scale follows `presets.flax`, where the formula is. Checkpoints of Flax's class
-    are restored into this one, and the other way round.
+    The scale follows `presets.flax`, where the formula is. While it is a power of two,
+    all numbers are those of Flax to the bit; otherwise the last bit may differ under
+    `jit`. Checkpoints of Flax's class are restored into this one, and the other way
+    round. They hold `fin_steps` and `scale`; the settings are those of the target.
 
-    **Departures**, each where Flax is wrong:
+    **Departures** where Flax is wrong:
 
-    * `value_and_grad(..., axis_name=...)` averages gradients in `shard_map` with its
-      default `check_vma=True` too. There they arrive summed over devices, and Flax
-      returns this sum. `finite` is the same on all devices, even if the gradients
-      differ.
+    * In `shard_map` with its default `check_vma=True`, `value_and_grad` with
+      `axis_name` averages gradients as it does in `pmap`, and in float32. Flax returns
+      their sum, which JAX may compute in float16. (Name all axes over which the batch
+      is split.) `finite` is the same on all devices, even if the gradients differ.
     * The loss is what the function returned, in float32 or wider. Flax multiplies it by
       the scale and divides again, so it can overflow: a loss of 3 in float16 does in
       the first step.
-    * Gradients in float64 stay in float64.
+    * Gradients in float64 and complex gradients keep their dtype. Flax casts them to
+      float32.
     * The scale stays within `[2**-126, 2**126]`, where gradients can be divided by it.
       Flax lets it fall to 0 without `minimum_scale`, and rise to the largest float32. A
-      scale outside, such as infinity in an old checkpoint, skips one step and
-      becomes 32768.
+      scale outside, such as infinity in an old checkpoint, is not used: the step is
+      skipped, and the rule goes on from 65536 as after an overflow.
     * If a restored `fin_steps` exceeds `growth_interval`, the scale still grows.
-    * A setting outside the range that `presets.flax` gives raises an error. For a fixed
-      scale use `static_loss_scale`.
+
+    These settings are refused, though Flax accepts them: a `growth_factor` or
+    `backoff_factor` of 1 (to keep the scale, pass `growth_interval=jnp.inf`, and the
+    same number as `scale` and `minimum_scale`), and a `growth_interval` of 0.
 
     **Cost.** Gradients are checked in groups, as by `loss_scaled`, but the selects are
     still the script's own. On a CPU they take several times as long as the optimizer,
@@ -85,12 +94,14 @@ class DynamicScale(struct.PyTreeNode):
     copies, and `to_state` carries a run over to it.
 
     Attributes:
-      growth_factor: Above 1. Static, as are the next two and `minimum_scale`.
+      growth_factor: Above 1. It is static, which means that it is no leaf of the
+        pytree, as are the next two and `minimum_scale`.
       backoff_factor: Strictly between 0 and 1.
       growth_interval: Finite steps in a row before the step that grows, at least 1.
+        Infinity, or any number from `2**31 - 2` on, means never.
       fin_steps: `i32[]`, steps. Finite steps since the scale last changed.
       scale: `f32[]`, dimensionless. The scale for the next loss.
-      minimum_scale: Floor of the scale, at least `2**-126`. None means `2**-126`.
+      minimum_scale: Floor of the scale. None, and all below `2**-126`, mean `2**-126`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -120,7 +131,7 @@ class DynamicScale(struct.PyTreeNode):
     fin_steps: int | jax.Array = 0
     scale: float | jax.Array = 65536.0
     minimum_scale: float | None = struct.field(
-        pytree_node=False, default=np.finfo(np.float32).tiny
+        pytree_node=False, default=SMALLEST_SCALE
     )
 
     def value_and_grad(
@@ -141,8 +152,8 @@ class DynamicScale(struct.PyTreeNode):
         than float32 to float32.
 
         Args:
-          fun: A function that returns a scalar floating loss, or with `has_aux=True` a
-            pair of the loss and auxiliary data.
+          fun: A function that returns a scalar loss, or with `has_aux=True` a pair of
+            the loss and auxiliary data.
           argnums: As in `jax.value_and_grad`.
           has_aux: As in `jax.value_and_grad`.
           axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
@@ -153,8 +164,9 @@ class DynamicScale(struct.PyTreeNode):
 
         Raises:
           ValueError: If a setting is outside its range.
-          TypeError: If `fun` is not a function, or raised by JAX, for example for a
-            loss that is not a scalar.
+          TypeError: If a setting is of the wrong kind, or raised by JAX, for example
+            for a loss that is not a scalar.
+          NameError: If there is no axis of that name.
 
         Example:
           >>> import jax.numpy as jnp
@@ -164,36 +176,67 @@ class DynamicScale(struct.PyTreeNode):
           >>> print(finite, loss, grad, dynamic_scale.fin_steps)
           True 9.0 6.0 1
         """
-        rule = self._rule()
+        rule = self.to_rule()
         state, was_usable = repair_scale(self.to_state(), rule)
-        scaled = scaled_value_and_grad(fun, state, argnums, has_aux)
+
+        @functools.wraps(fun)
+        def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+            value = fun(*args, **kwargs)
+            loss, aux = (value[0], value[1]) if has_aux else (value, None)
+            loss = _as_wide_float(loss)
+            return scale(loss, state), (loss, aux)
+
+        scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
 
         @functools.wraps(fun)
         def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
-            value, grads = scaled(*args, **kwargs)
-            loss = value[0] if has_aux else value
+            if axis_name is not None:
+                args = _vary_arguments(args, argnums, axis_name)
+            (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
             grads = map_floating(_divide, grads, state.loss_scale)
             if axis_name is not None:
                 grads = _mean_over_devices(grads, loss, axis_name)
             finite = all_finite(grads, axis_name=axis_name) & was_usable
-            adjusted = rule.adjust(state, finite)
-            dynamic_scale = self.replace(
-                fin_steps=adjusted.rule_state.growth_count, scale=adjusted.loss_scale
-            )
-            aux = (widen(loss), value[1]) if has_aux else widen(loss)
-            return DynamicScaleResult(dynamic_scale, finite, aux, grads)
+            dynamic_scale = self._with(rule.adjust(state, finite))
+            value = (loss, aux) if has_aux else loss
+            return DynamicScaleResult(dynamic_scale, finite, value, grads)
 
         return value_and_grad
+
+    def to_rule(self) -> LossScale:
+        """Returns the rule with these settings, for `loss_scaled`.
+
+        Returns:
+          What `presets.flax` makes.
+
+        Raises:
+          ValueError: If a setting is outside its range.
+          TypeError: If a setting is of the wrong kind.
+
+        Example:
+          >>> from optax_lossscale.compat.flax import DynamicScale
+          >>> DynamicScale(growth_interval=100).to_rule().settings["growth_interval"]
+          100
+        """
+        interval = python_number("growth_interval", self.growth_interval)
+        floor = self.minimum_scale
+        if floor is not None:
+            floor = max(python_number("minimum_scale", floor), SMALLEST_SCALE)
+        return flax_rule(
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=min(interval, _LONGEST_INTERVAL),  # type: ignore[arg-type]
+            minimum_scale=floor,
+        )
 
     def to_state(self) -> LossScaleState:
         """Returns the state with which `loss_scaled` continues the run.
 
-        With the rule of the same settings, the scale of every later step is the same,
-        and so are gradients and updates, bit for bit, if the scales are powers of two:
-
-            rule = presets.flax(growth_interval=...)  # The settings of this object.
-            tx = loss_scaled(optimizer, rule)
+            tx = loss_scaled(optimizer, dynamic_scale.to_rule())
             opt_state = LossScaledState(dynamic_scale.to_state(), opt_state)
+
+        All later steps have the same scales. If these are powers of two, parameters are
+        the same up to a few ulp, because XLA may fuse two programs differently.
 
         Returns:
           A `LossScaleState` of `presets.flax`. Its counts of skipped steps, which Flax
@@ -209,12 +252,13 @@ class DynamicScale(struct.PyTreeNode):
           >>> print(state.loss_scale, state.rule_state.growth_count)
           8.0 3
         """
-        first: LossScaleState = self._rule().init()
-        scale = as_array(self.scale, jnp.float32)
-        first = jax.tree.map(lambda x: jnp.broadcast_to(x, scale.shape), first)
-        count = as_array(self.fin_steps, jnp.int32)
+        first: LossScaleState = self.to_rule().init()
+        # Copies, so that both states can be donated.
+        s = jnp.array(self.scale, jnp.float32)
+        count = jnp.broadcast_to(jnp.array(self.fin_steps, jnp.int32), s.shape)
+        first = jax.tree.map(lambda x: jnp.broadcast_to(x, s.shape), first)
         rule_state = first.rule_state._replace(growth_count=count)
-        return first._replace(loss_scale=scale, rule_state=rule_state)
+        return first._replace(loss_scale=s, rule_state=rule_state)
 
     @classmethod
     def from_state(cls, tree: PyTree, **settings: Any) -> DynamicScale:
@@ -246,16 +290,28 @@ class DynamicScale(struct.PyTreeNode):
                 "`tree` must hold the state of a rule that counts finite steps as "
                 f"`presets.flax` does, got {state.rule_state}."
             )
-        count = state.rule_state.growth_count
-        return cls(fin_steps=count, scale=state.loss_scale, **settings)
+        # Copies, so that both states can be donated.
+        count = jnp.array(state.rule_state.growth_count)
+        return cls(fin_steps=count, scale=jnp.array(state.loss_scale), **settings)
 
-    def _rule(self) -> LossScale:
-        return flax_rule(
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            minimum_scale=self.minimum_scale,
+    def _with(self, state: LossScaleState) -> DynamicScale:
+        """This object with another scale and count, in the dtypes that it has.
+
+        A loop under 64-bit numbers carries those that Flax's class would have.
+        """
+        count = state.rule_state.growth_count
+        replaced: DynamicScale = self.replace(
+            fin_steps=count.astype(jnp.result_type(self.fin_steps)),
+            scale=state.loss_scale.astype(jnp.result_type(self.scale)),
         )
+        return replaced
+
+
+def _as_wide_float(loss: Any) -> jax.Array:
+    """The loss in float32 or wider. A constant 0 may be an integer."""
+    array = jnp.asarray(loss)
+    is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+    return widen(array) if is_float else array.astype(jnp.float32)
 
 
 def _divide(leaves: list[Any], scale: jax.Array) -> list[jax.Array]:
@@ -275,22 +331,51 @@ def _divide(leaves: list[Any], scale: jax.Array) -> list[jax.Array]:
     return [divide(leaf) for leaf in leaves]
 
 
-def _mean_over_devices(grads: PyTree, loss: jax.Array, axis_name: AxisName) -> PyTree:
-    """Averages the gradients of one loss for each device.
+def _tracked(axis_name: AxisName) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """All named axes, and those for which JAX tracks which arrays vary over them."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    with hint_at_axes(axis_name):
+        tracked = (name for name in names if name in _varying(lax.axis_index(name)))
+        return names, tuple(tracked)
 
-    Where `shard_map` tracks which arrays vary over devices, gradients of parameters
-    that do not vary are sums over devices already, unless the loss itself does not
-    vary: then they are the gradients of that one loss.
+
+def _vary_arguments(
+    args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: AxisName
+) -> tuple[Any, ...]:
+    """Makes parameters vary over devices, so that each device has its own gradients.
+
+    JAX would sum the gradients of parameters that do not vary, in the dtype to which
+    the function casts them, and before they are divided by the scale.
     """
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    tracked = {name for name in names if name in _varying(lax.axis_index(name))}
+    _, tracked = _tracked(axis_name)
+    if not tracked:
+        return args
+
+    def vary(leaf: Any) -> Any:
+        is_float = isinstance(leaf, float | complex) or is_floating_array(leaf)
+        return vary_over(leaf, tracked) if is_float else leaf
+
+    numbers = np.ravel(argnums).tolist()
+    return tuple(
+        jax.tree.map(vary, arg) if i in numbers or i - len(args) in numbers else arg
+        for i, arg in enumerate(args)
+    )
+
+
+def _mean_over_devices(grads: PyTree, loss: jax.Array, axis_name: AxisName) -> PyTree:
+    """Averages the gradients of the losses of all devices.
+
+    Where JAX tracks what varies, a loss may be one for all devices, such as a mean. Its
+    gradient is the sum of what each device adds to it.
+    """
+    names, tracked = _tracked(axis_name)
+    of_one_loss = tuple(n for n in tracked if n not in _varying(loss))
+    of_many = tuple(n for n in names if n not in of_one_loss)
 
     def mean(grad: jax.Array) -> jax.Array:
-        is_mean_of = tuple(n for n in names if n not in tracked or n in _varying(grad))
-        is_sum = [n for n in names if n not in is_mean_of and n in _varying(loss)]
-        if is_mean_of:
-            grad = lax.pmean(grad, is_mean_of)
-        return grad / lax.psum(1, tuple(is_sum)) if is_sum else grad
+        added = tuple(n for n in of_one_loss if n in _varying(grad))
+        grad = lax.psum(grad, added) if added else grad
+        return lax.pmean(grad, of_many) if of_many else grad
 
     return jax.tree.map(mean, grads)
 

@@ -2,8 +2,8 @@
 
     import optax_lossscale.compat.jmp as jmp
 
-All public names of jmp 0.0.4 are here, with its signatures, defaults, tree structures,
-strings and warnings. jmp itself is neither needed nor imported.
+All public names of jmp 0.0.4 are here, with its signatures, defaults, leaves, strings
+and warnings. jmp itself is neither needed nor imported.
 
 | jmp's name | what it is here |
 |---|---|
@@ -21,9 +21,14 @@ jmp loses numbers, this module does not copy it; each class lists its departures
 `to_state()` carries a run over to `loss_scaled` at any step, and `from_state` brings it
 back:
 
-    tx = loss_scaled(optimizer, presets.jmp(period=2000))
+    tx = loss_scaled(optimizer, loss_scale.to_rule())
     opt_state = LossScaledState(loss_scale.to_state(), inner_opt_state)
+
     loss_scale = DynamicLossScale.from_state(opt_state, period=2000)
+    inner_opt_state = opt_state.inner_state
+
+The numbers are those of jmp to the bit while the scale is a power of two; otherwise the
+last bit may differ under `jit`.
 """
 
 from __future__ import annotations
@@ -37,7 +42,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_concrete
+from optax_lossscale._checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_concrete,
+    python_number,
+)
 from optax_lossscale._finite import is_finite
 from optax_lossscale._rules import LossScale as Rule
 from optax_lossscale._rules import (
@@ -48,7 +58,7 @@ from optax_lossscale._rules import (
 from optax_lossscale._scaling import scale as scale_tree
 from optax_lossscale._scaling import unscale as unscale_tree
 from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
-from optax_lossscale._tree import is_numeric
+from optax_lossscale._tree import is_floating, is_numeric, strengthen
 from optax_lossscale._types import PyTree
 from optax_lossscale.compat._jmp_policy import (
     Policy,
@@ -59,6 +69,8 @@ from optax_lossscale.compat._jmp_policy import (
 )
 from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
 from optax_lossscale.presets._jax import jmp as jmp_rule
+
+__version__ = "0.0.4"  # Of the jmp whose names these are.
 
 __all__ = [
     "DynamicLossScale",
@@ -131,7 +143,8 @@ class StaticLossScale:
     Departures:
       * Half-precision leaves become float32 also if `loss_scale` is a Python number.
         jmp keeps them, so that a scaled float16 loss overflows, and small float16
-        gradients are flushed to zero: `1e-3 / 2**15` is zero there.
+        gradients are flushed to zero: `1e-3 / 2**15` is zero there. A script that
+        needs float16 gradients casts them back: `policy.cast_to_param(grads)`.
       * Integer and bool leaves, which cannot be gradients, are returned unchanged, and
         so are leaves that are no numbers. jmp multiplies integers, and raises an error
         for the rest.
@@ -160,7 +173,7 @@ class StaticLossScale:
     loss_scale: jax.typing.ArrayLike
 
     def __hash__(self) -> int:
-        return hash(_number("loss_scale", self.loss_scale))
+        return hash(python_number("loss_scale", self.loss_scale))
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiplies every floating leaf, usually the loss, by the scale."""
@@ -199,8 +212,11 @@ class StaticLossScale:
         Raises:
           ValueError: If `state` holds no `LossScaleState`, several, or one of another
             rule.
+          TypeError: If it is traced.
         """
-        return cls(jnp.array(_state_of_rule(state, static_loss_scale(1.0)).loss_scale))
+        s = _state_of_rule(state, static_loss_scale(1.0)).loss_scale
+        check_concrete("state", s, "A `StaticLossScale` holds a number.")
+        return cls(jnp.array(s))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -220,16 +236,16 @@ class DynamicLossScale:
         loss_scale = loss_scale.adjust(grads_finite)
         params, opt_state = select_tree(grads_finite, new, old)
 
-    The leaves of the pytree are `[loss_scale, counter]`, and their key paths are those
-    of jmp, so checkpoints go across. The other fields are static. `adjust` keeps the
-    dtypes of both leaves, so `scan` accepts the result and `jit` compiles once.
+    The leaves of the pytree are `[loss_scale, counter]`, with the key paths that they
+    have in jmp. The other fields are static. `adjust` keeps the dtypes of both leaves.
 
     Departures:
       * `min_loss_scale` stays what it was. jmp forgets it, and goes on with 1, whenever
         the tree is rebuilt: by `jit`, `scan`, `vmap` and `tree.map`.
       * So `min_loss_scale`, `period` and `factor` must be concrete numbers once the
         tree is flattened or the scale is adjusted. A traced number, such as
-        `jnp.float32(0.25)` inside `jit`, is refused; write 0.25.
+        `jnp.float32(0.25)` inside `jit`, is refused; write 0.25. Two objects with
+        different floors are different trees, as with different periods.
       * Leaves of trees are scaled and unscaled as in `StaticLossScale`.
       * `loss_scale` can be float16 or bfloat16, for which jmp's `adjust` raises an
         error. A growth or backoff that this dtype cannot hold does not happen, so a
@@ -314,10 +330,12 @@ class DynamicLossScale:
                 "Expected boolean scalar for `grads_finite`, got shape "
                 f"{jnp.shape(grads_finite)}. (Did you mean `all_finite(grads)`?)"
             )
-        adjusted = self._rule().adjust(self.to_state(), grads_finite)
-        s = jnp.full_like(self.loss_scale, adjusted.loss_scale)
+        adjusted = self.to_rule().adjust(self.to_state(), grads_finite)
+        # Strongly typed, as in jmp: a product with a float16 loss is then float32.
+        old = strengthen(jnp.asarray(self.loss_scale))
+        s = adjusted.loss_scale.astype(old.dtype)
         # In float16 the scale may not fit.
-        s = jnp.where(jnp.isfinite(s) & (s > 0), s, self.loss_scale)
+        s = jnp.where(jnp.isfinite(s) & (s > 0), s, old)
         n = jnp.full_like(self.counter, adjusted.rule_state.growth_count)
         return dataclasses.replace(self, loss_scale=s, counter=n)
 
@@ -338,9 +356,9 @@ class DynamicLossScale:
         s = jnp.asarray(self.loss_scale, jnp.float32)
         s = jnp.where(s <= LARGEST_SCALE, s, LARGEST_SCALE)  # NaN too.
         first: LossScaleState = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, s.shape), self._rule().init()
+            lambda leaf: jnp.broadcast_to(leaf, s.shape), self.to_rule().init()
         )
-        n = jnp.array(self.counter, jnp.int32)
+        n = jnp.broadcast_to(jnp.array(self.counter, jnp.int32), s.shape)
         rule_state = first.rule_state._replace(growth_count=n)
         return first._replace(loss_scale=s, rule_state=rule_state)
 
@@ -383,7 +401,7 @@ class DynamicLossScale:
         cls, settings: tuple[int, float, float], leaves: tuple[Any, Any]
     ) -> DynamicLossScale:
         """Makes a loss scale of settings and leaves, which JAX may have replaced."""
-        period, factor, floor = settings
+        period, factor, floor = (*settings, 1.0)[:3]  # jmp's own have two.
         loss_scale, counter = leaves
         rebuilt = object.__new__(cls)  # Leaves that stand for arrays must not warn.
         rebuilt.__dict__.update(
@@ -396,11 +414,20 @@ class DynamicLossScale:
         return rebuilt
 
     def _settings(self) -> tuple[float, float, float]:
-        floor = float(np.float32(_number("min_loss_scale", self.min_loss_scale)))
-        period = _number("period", self.period)
-        return period, _number("factor", self.factor), floor
+        floor = float(np.float32(python_number("min_loss_scale", self.min_loss_scale)))
+        period = python_number("period", self.period)
+        return period, python_number("factor", self.factor), floor
 
-    def _rule(self) -> Rule:
+    def to_rule(self) -> Rule:
+        """Returns the rule with these settings, for `loss_scaled`.
+
+        Returns:
+          What `presets.jmp` makes.
+
+        Raises:
+          ValueError: If a setting is outside its range.
+          TypeError: If a setting is of the wrong kind, or traced.
+        """
         period, factor, floor = self._settings()
         floor = max(floor, SMALLEST_SCALE)
         return jmp_rule(period=period, factor=factor, min_loss_scale=floor)  # type: ignore[arg-type]
@@ -439,17 +466,21 @@ def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     Use it to keep parameters and optimizer state on a step that overflowed. Inside
     `loss_scaled` this is not needed.
 
+    Departure: floating leaves of `a` are cast to the dtypes of `b`, where jmp raises
+    an error. So state that was float16 stays it, although unscaled gradients are
+    float32.
+
     Args:
       pred: `bool[]`.
       a: A pytree of arrays.
-      b: A pytree of the same structure, shapes and dtypes.
+      b: A pytree of the same structure and shapes.
 
     Returns:
       A tree of the same structure.
 
     Raises:
       AssertionError: If `pred` is not a boolean scalar, as in jmp.
-      TypeError: If two leaves differ in shape or dtype.
+      TypeError: If two leaves differ in shape, or in dtype and are not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -463,7 +494,13 @@ def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
             "you mean `all_finite(grads)`?)"
         )
     verdict = jnp.asarray(pred)
-    return jax.tree.map(lambda x, y: lax.select(verdict, x, y), a, b)
+
+    def select(x: Any, y: Any) -> jax.Array:
+        if is_floating(x) and is_floating(y):
+            x = jnp.asarray(x).astype(jnp.result_type(y))
+        return lax.select(verdict, x, y)
+
+    return jax.tree.map(select, a, b)
 
 
 def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
@@ -491,13 +528,6 @@ def _state_of_rule(tree: PyTree, rule: Rule) -> LossScaleState:
             "its scale, pass `get_loss_scale(state)` to the class.)"
         )
     return state
-
-
-def _number(name: str, value: jax.typing.ArrayLike) -> float:
-    """A setting as a number of Python, whole if it is whole."""
-    check_concrete(name, value, "It is static. Give a number, such as 0.25.")
-    number = np.asarray(value).item()
-    return int(number) if float(number).is_integer() else number
 
 
 def _warn_unless_floating(name: str, value: object) -> None:

@@ -37,8 +37,8 @@ def flax(
       growth_factor: Above 1.
       backoff_factor: Strictly between 0 and 1.
       growth_interval: Finite steps in a row before the step that grows, at least 1.
-      minimum_scale: Floor of the scale, at least `2**-126`. None means `2**-126`, which
-        is also the default.
+      minimum_scale: Floor of the scale, at least `2**-126`. None and 0 mean `2**-126`,
+        which is also the default.
 
     Returns:
       A `LossScale`.

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
@@ -52,7 +53,9 @@ class FairseqRuleState(NamedTuple):
 
 def check_floor(name: str, value: float | None) -> float:
     """Returns a floor. None and 0 mean no floor, for which it returns `2**-126`."""
-    if value is None or (not isinstance(value, bool) and value == 0):
+    is_known = not isinstance(value, bool | jax.core.Tracer)
+    # NumPy compares; a comparison by JAX would be traced inside `jit`.
+    if value is None or (is_known and np.array_equal(value, 0)):
         return SMALLEST_SCALE
     return check_scale(name, value)
 

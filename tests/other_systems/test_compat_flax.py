@@ -110,7 +110,8 @@ def train(module, steps=9, **settings):
             batch["image"][1, 0, 0, 0, 0] = np.inf
         state, of_step = step(state, batch)
         metrics.append(of_step)
-    trees = state.params, state.opt_state, state.step, vars(state.dynamic_scale)
+    leaves = jax.tree.leaves(state.dynamic_scale)
+    trees = state.params, state.opt_state, state.step, leaves
     return jax.device_get((trees, metrics))
 
 
@@ -287,15 +288,100 @@ def test_several_scales_of_one_script_are_independent(module):
     }
 
 
-def test_a_module_of_nnx_can_be_differentiated():
+@BOTH
+def test_a_module_of_nnx_is_differentiated_as_the_pytree_that_it_is(module):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    value_and_grad = compat.DynamicScale().value_and_grad(
+    value_and_grad = module.DynamicScale().value_and_grad(
         lambda model, x: jnp.sum(model(x))
     )
-    _, finite, loss, grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
+    _, finite, _, grads = value_and_grad(model, jnp.array([[1.0, 2.0]]))
     assert finite
-    np.testing.assert_allclose(loss, jnp.sum(model(jnp.array([[1.0, 2.0]]))))
-    assert grads["kernel"][...].tolist() == [[1.0], [2.0]]
+    assert isinstance(grads, nnx.Linear)
+    assert grads.kernel[...].tolist() == [[1.0], [2.0]]
+
+
+@BOTH
+def test_python_floats_beside_arrays_are_differentiated(module):
+    params = {"w": jnp.array([1.0, 2.0]), "b": 0.5}
+    value_and_grad = module.DynamicScale().value_and_grad(
+        lambda p: jnp.sum(p["w"] ** 2) + p["b"] ** 2
+    )
+    grads = value_and_grad(params).grad
+    assert grads["w"].tolist() == [2.0, 4.0]
+    assert grads["b"] == 1.0
+
+
+@BOTH
+def test_integers_are_no_parameters(module):
+    value_and_grad = module.DynamicScale().value_and_grad(lambda p: p["w"] * 2.0)
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        value_and_grad({"w": jnp.float32(1.0), "n": 3})
+
+
+@BOTH
+def test_of_auxiliary_data_only_the_first_two_are_read(module):
+    def loss_fn(w):
+        return jnp.sum(w), "aux", "more"
+
+    value_and_grad = module.DynamicScale().value_and_grad(loss_fn, has_aux=True)
+    assert value_and_grad(jnp.ones(2)).aux == (2.0, "aux")
+
+
+@BOTH
+def test_a_loss_may_be_a_constant_integer(module):
+    # As where a part of the loss is switched off.
+    result = module.DynamicScale().value_and_grad(lambda w: 0)(jnp.ones(2))
+    assert result.aux == 0
+    assert result.grad.tolist() == [0.0, 0.0]
+    assert result.finite
+
+
+@BOTH
+def test_an_argument_that_is_no_pytree_is_passed_on(module):
+    value_and_grad = module.DynamicScale().value_and_grad(lambda w, c: w * c[2])
+    assert value_and_grad(jnp.float32(1.0), {"a": 1, 2: 3}).grad == 3.0
+
+
+CONFIG_FILES = [
+    ({"growth_interval": 2e3}, 1.0),
+    ({"growth_interval": np.array(1)}, 2.0),
+    ({"growth_interval": jnp.int32(1)}, 2.0),
+    ({"growth_interval": np.inf}, 1.0),
+    ({"growth_interval": 2**31 - 1}, 1.0),
+    ({"growth_interval": 1, "growth_factor": jnp.float32(4.0)}, 4.0),
+    ({"minimum_scale": jnp.float32(1.0)}, 1.0),
+    ({"minimum_scale": np.finfo(np.float64).tiny}, 1.0),
+    ({"minimum_scale": 0}, 1.0),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("settings", "factor"), CONFIG_FILES)
+def test_settings_may_be_of_any_kind_of_number(module, settings, factor):
+    def two_steps():
+        dynamic_scale = module.DynamicScale(scale=8.0, **settings)
+        for _ in range(2):
+            value_and_grad = dynamic_scale.value_and_grad(lambda w: w**2)
+            dynamic_scale = value_and_grad(jnp.float32(1.0)).dynamic_scale
+        return dynamic_scale.scale
+
+    assert two_steps() == 8.0 * factor
+    assert jax.jit(two_steps)() == 8.0 * factor
+
+
+@BOTH
+def test_loops_under_64_bit_numbers_carry_what_a_step_made(module):
+    def step(dynamic_scale, _=None):
+        value_and_grad = dynamic_scale.value_and_grad(lambda w: jnp.sum(w**2))
+        return value_and_grad(jnp.ones(2, jnp.float32)).dynamic_scale, None
+
+    with enable_x64(True):
+        dynamic_scale = module.DynamicScale(fin_steps=jnp.int64(0))
+        for _ in range(2):
+            dynamic_scale, _ = jax.jit(step)(dynamic_scale)
+        assert dynamic_scale.fin_steps.dtype == jnp.int64
+        dynamic_scale, _ = jax.lax.scan(step, dynamic_scale, length=3)
+        assert dynamic_scale.fin_steps == 5
 
 
 # Where Flax is wrong.
@@ -365,6 +451,64 @@ def test_all_devices_skip_if_one_has_a_nonfinite_gradient(bad, check_vma):
     assert (finite, scale) == (False, 32.0)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_summed_over_devices_in_float32(check_vma):
+    # Each is 40 * 1024, of which two are infinite in float16.
+    def half_loss(params, x):
+        return jnp.sum(params.astype(jnp.float16) * x.astype(jnp.float16)).astype(
+            jnp.float32
+        )
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def step(params, x):
+        grad_fn = compat.DynamicScale(scale=1024.0).value_and_grad(
+            half_loss, axis_name="data"
+        )
+        _, finite, _, grad = grad_fn(params, x)
+        return finite, grad
+
+    finite, grad = jax.jit(step)(jnp.float32(1.0), jnp.full(8, 40.0))
+    assert (finite, grad) == (True, 40.0)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_device_divides_by_its_own_scale(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def grad_of(scale, params, x):
+        dynamic_scale = compat.DynamicScale(scale=scale[0])
+        grad_fn = dynamic_scale.value_and_grad(
+            lambda params, x: jnp.sum(params * x), axis_name="data"
+        )
+        return grad_fn(params, x).grad
+
+    scales = jnp.array([2048.0] + 7 * [1024.0])
+    assert jax.jit(grad_of)(scales, jnp.float32(2.0), X) == 4.5
+
+
+def test_an_axis_that_does_not_exist_gets_a_hint():
+    grad_fn = compat.DynamicScale().value_and_grad(lambda p: p**2, axis_name="b")
+    with pytest.raises(NameError) as error:  # noqa: PT011
+        grad_fn(jnp.float32(1.0))
+    notes = " ".join(error.value.__notes__)
+    assert "`axis_name` must name axes of the `pmap`" in notes
+
+
 def test_gradients_are_averaged_over_two_axes():
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -400,6 +544,22 @@ def test_an_unusable_scale_skips_one_step_and_restarts(scale):
     assert (finite, loss, dynamic_scale.scale) == (False, 9.0, 32768.0)
     dynamic_scale, finite, loss, grad = step(dynamic_scale)
     assert (finite, loss, grad, dynamic_scale.fin_steps) == (True, 9.0, 6.0, 1)
+
+
+def test_complex_gradients_keep_their_imaginary_parts():
+    grad_fn = compat.DynamicScale().value_and_grad(lambda z: jnp.abs(z) ** 2)
+    grad = grad_fn(jnp.complex64(1 + 2j)).grad
+    np.testing.assert_allclose(grad, 2 - 4j, rtol=1e-6)
+
+
+def test_the_scale_stays_with_an_endless_interval_and_itself_as_the_floor():
+    dynamic_scale = compat.DynamicScale(
+        scale=64.0, minimum_scale=64.0, growth_interval=jnp.inf
+    )
+    for x in (1.0, jnp.inf, 1.0):
+        grad_fn = dynamic_scale.value_and_grad(lambda p, x: p * x)
+        dynamic_scale = grad_fn(jnp.float32(1.0), x).dynamic_scale
+        assert dynamic_scale.scale == 64.0
 
 
 def test_the_scale_does_not_fall_to_zero_without_a_floor():
@@ -477,6 +637,23 @@ def test_a_run_is_carried_over_to_loss_scaled_and_back_bit_for_bit():
     for x in xs[22:]:
         carry, returned = as_it_was(*carry, x), as_it_was(*returned, x)
         assert_same_bits(returned, carry)
+
+
+def test_states_have_buffers_of_their_own():
+    fields = {"scale": jnp.float32(8.0), "fin_steps": jnp.int32(1)}
+    dynamic_scale = compat.DynamicScale(**fields)
+    state = dynamic_scale.to_state()
+    back = compat.DynamicScale.from_state(state)
+    donate = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), donate_argnums=0)
+    donate(state)
+    donate(dynamic_scale)
+    assert (back.scale, back.fin_steps) == (8.0, 1)
+
+
+def test_the_rule_has_the_settings_of_the_object():
+    settings = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 5}
+    rule = compat.DynamicScale(minimum_scale=2.0, **settings).to_rule()
+    assert rule.settings == {"scale": 65536.0, "minimum_scale": 2.0, **settings}
 
 
 def test_replicated_fields_become_a_replicated_state():

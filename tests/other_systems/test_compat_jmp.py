@@ -188,7 +188,7 @@ def test_a_floor_that_float32_rounds_keeps_one_tree_structure():
 def test_a_traced_floor_is_refused():
     # jmp would silently go on with 1.
     make = jax.jit(lambda x: jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=x))
-    with pytest.raises(TypeError, match=r"`min_loss_scale` .* Give a number"):
+    with pytest.raises(TypeError, match=r"`min_loss_scale` .* Give a Python number"):
         make(0.25)
 
 
@@ -203,19 +203,20 @@ def test_a_tree_takes_any_leaves_without_a_warning(leaf):
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("first", "traces"),
     [
-        2.0**15,
-        np.asarray(2.0**15),
-        jnp.asarray(2.0**15),
-        jnp.float16(2.0**15),
-        jnp.bfloat16(2.0**15),
-        jnp.float32(2.0**15),
+        (2.0**15, 2),
+        (np.asarray(2.0**15), 1),
+        (jnp.asarray(2.0**15), 2),
+        (jnp.float16(2.0**15), 1),
+        (jnp.bfloat16(2.0**15), 1),
+        (jnp.float32(2.0**15), 1),
     ],
     ids=["number", "numpy", "weak", "float16", "bfloat16", "float32"],
 )
 @pytest.mark.parametrize("counter", [0, np.zeros((), np.int32)], ids=["int", "numpy"])
-def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter):
+def test_dtypes_stay_so_that_a_step_is_traced_once(first, traces, counter):
+    # A weakly typed scale becomes strong in the first step, and is traced once more.
     traced = []
 
     @jax.jit
@@ -226,10 +227,11 @@ def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter):
     loss_scale = jmp.DynamicLossScale(first, counter, period=2)
     for finite in [True, False, True]:
         adjusted = adjust(loss_scale, jnp.bool_(finite))
-        assert jax.typeof(adjusted.loss_scale) == jax.typeof(jnp.asarray(first))
+        assert adjusted.loss_scale.dtype == jnp.asarray(first).dtype
+        assert not adjusted.loss_scale.weak_type
         assert adjusted.counter.dtype == jnp.int32
         loss_scale = adjusted
-    assert len(traced) == 1
+    assert len(traced) == traces
     assert loss_scale.loss_scale == 2.0**14
 
 
@@ -385,10 +387,9 @@ def test_select_tree_refuses_what_is_no_boolean_scalar(pred):
         jmp.select_tree(pred, 1.0, 2.0)
 
 
-def test_select_tree_refuses_leaves_of_different_dtypes():
-    # Promotion would change the dtype of the parameters.
+def test_select_tree_refuses_an_integer_in_the_place_of_a_float():
     with pytest.raises(TypeError, match="dtype"):
-        jmp.select_tree(True, jnp.float32(1.0), jnp.float16(1.0))
+        jmp.select_tree(True, jnp.float32(1.0), jnp.int32(1))
 
 
 # Warnings.
@@ -637,3 +638,41 @@ def test_the_module_needs_no_jmp_and_is_loaded_on_demand():
         "assert 'jmp' not in sys.modules and 'flax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# What a stranger's script does.
+
+
+@pytest.mark.parametrize("scale", [2.0**15, jnp.asarray(2.0**15)])
+def test_an_adjusted_scale_is_float32_wherever_it_is_multiplied(scale):
+    # A weakly typed scale of 2**15 times 3 is infinite in float16.
+    loss_scale = jmp.DynamicLossScale(scale).adjust(jnp.bool_(True))
+    with jax.numpy_dtype_promotion("standard"):
+        product = jnp.float16(3.0) * loss_scale.loss_scale
+    assert (product, product.dtype) == (98304.0, jnp.float32)
+
+
+def test_state_in_float16_stays_it_although_unscaled_gradients_are_float32():
+    new = {"w": jnp.ones(2, jnp.float32), "n": jnp.int32(1)}
+    old = {"w": jnp.zeros(2, jnp.float16), "n": jnp.int32(0)}
+    selected = jmp.select_tree(jnp.bool_(True), new, old)
+    assert_same_bits(selected, {"w": jnp.ones(2, jnp.float16), "n": jnp.int32(1)})
+
+
+def test_the_leaves_of_jmps_own_tree_make_an_object():
+    rebuilt = jmp.DynamicLossScale.tree_unflatten((7, 4), (8.0, 3))
+    assert (rebuilt.period, rebuilt.factor, rebuilt.min_loss_scale) == (7, 4, 1.0)
+
+
+def test_a_static_scale_is_not_made_of_a_traced_state():
+    state = ols.static_loss_scale(8.0).init()
+    with pytest.raises(TypeError, match="`state` must hold arrays with values"):
+        jax.jit(jmp.StaticLossScale.from_state)(state)
+
+
+def test_the_rule_has_the_settings_of_the_object():
+    loss_scale = jmp.DynamicLossScale(
+        jnp.float32(8.0), period=5, factor=4, min_loss_scale=0.5
+    )
+    settings = {"period": 5, "factor": 4, "min_loss_scale": 0.5}
+    assert loss_scale.to_rule().settings == {"loss_scale": 2.0**15, **settings}

@@ -296,3 +296,13 @@ def test_backoff_divides_by_the_factor_as_the_system_does(name, is_jitted, facto
         assert state.loss_scale == max(
             expected, np.float32(0 if name == "fairseq" else 1)
         )
+
+
+def test_a_floor_may_be_an_array_inside_jit():
+    floor = jnp.float32(6.0)
+
+    def scale_after_overflow():
+        rule = presets.flax(8.0, minimum_scale=floor)
+        return rule.adjust(rule.init(), False).loss_scale
+
+    assert jax.jit(scale_after_overflow)() == 6.0
