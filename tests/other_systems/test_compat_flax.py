@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64
+from helpers.compat import IS_JAX_0_7, enable_x64
 from optax_lossscale.compat import flax as compat
 
 BOTH = pytest.mark.parametrize("module", [flax_own, compat], ids=["flax", "ours"])
@@ -336,6 +336,7 @@ def test_a_loss_may_be_a_constant_integer(module):
     assert result.finite
 
 
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 refuses such arguments")
 @BOTH
 def test_an_argument_that_is_no_pytree_is_passed_on(module):
     value_and_grad = module.DynamicScale().value_and_grad(lambda w, c: w * c[2])
