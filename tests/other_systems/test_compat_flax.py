@@ -54,9 +54,13 @@ class State(TrainState):
     dynamic_scale: Any
 
 
+@functools.cache
+def first_variables():
+    return jax.jit(Network().init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
+
+
 def create_state(module, **settings):
-    network = Network()
-    variables = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
+    network, variables = Network(), first_variables()
     return State.create(
         apply_fn=network.apply,
         params=variables["params"],
@@ -167,8 +171,9 @@ def run(module, settings, seed, steps=60, axis_name=None):
     return seen
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", range(2))
 def test_scales_verdicts_losses_and_gradients_are_those_of_flax(settings, seed):
     expected, actual = run(flax_own, settings, seed), run(compat, settings, seed)
     finite = [bool(of_step[0]) for of_step, _, _ in expected]
@@ -205,6 +210,7 @@ def test_it_is_a_node_with_two_leaves_and_static_settings(module):
         dynamic_scale.scale = 8.0
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize(
     ("writer", "reader"), [(flax_own, compat), (compat, flax_own)], ids=["in", "out"]
 )
