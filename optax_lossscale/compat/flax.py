@@ -72,7 +72,9 @@ class DynamicScale(struct.PyTreeNode):
     * In `shard_map` with its default `check_vma=True`, `value_and_grad` with
       `axis_name` averages gradients as it does in `pmap`, and in float32. Flax returns
       their sum, which JAX may compute in float16. (Name all axes over which the batch
-      is split.) `finite` is the same on all devices, even if the gradients differ.
+      is split. The function gets parameters that vary over these axes, so it need not
+      call `pcast`, which would raise an error.) `finite` is the same on all devices,
+      even if the gradients differ.
     * The loss is what the function returned, in float32 or wider. Flax multiplies it by
       the scale and divides again, so it can overflow: a loss of 3 in float16 does in
       the first step.
@@ -299,10 +301,12 @@ class DynamicScale(struct.PyTreeNode):
 
         A loop under 64-bit numbers carries those that Flax's class would have.
         """
-        count = state.rule_state.growth_count
+        count, dtype = state.rule_state.growth_count, jnp.result_type(self.scale)
+        if not jnp.issubdtype(dtype, jnp.floating):  # As in `DynamicScale(scale=1024)`.
+            dtype = jnp.dtype(jnp.float32)
         replaced: DynamicScale = self.replace(
             fin_steps=count.astype(jnp.result_type(self.fin_steps)),
-            scale=state.loss_scale.astype(jnp.result_type(self.scale)),
+            scale=state.loss_scale.astype(dtype),
         )
         return replaced
 

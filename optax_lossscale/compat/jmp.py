@@ -247,8 +247,8 @@ class DynamicLossScale:
         `jnp.float32(0.25)` inside `jit`, is refused; write 0.25. Two objects with
         different floors are different trees, as with different periods.
       * Leaves of trees are scaled and unscaled as in `StaticLossScale`.
-      * `loss_scale` can be float16 or bfloat16, for which jmp's `adjust` raises an
-        error. A growth or backoff that this dtype cannot hold does not happen, so a
+      * `loss_scale` can be an integer, which becomes float32 when it is adjusted, or
+        float16 or bfloat16. jmp's `adjust` raises an error for each of these. A growth or backoff that this dtype cannot hold does not happen, so a
         float16 scale stays at `2**15`. Prefer float32.
       * The scale does not grow beyond `2**126`, where jmp goes to `2**127`. A larger
         scale, infinity or NaN becomes `2**126` when it is adjusted, and then backs off;
@@ -333,6 +333,8 @@ class DynamicLossScale:
         adjusted = self.to_rule().adjust(self.to_state(), grads_finite)
         # Strongly typed, as in jmp: a product with a float16 loss is then float32.
         old = strengthen(jnp.asarray(self.loss_scale))
+        if not is_floating(old):
+            old = old.astype(jnp.float32)
         s = adjusted.loss_scale.astype(old.dtype)
         # In float16 the scale may not fit.
         s = jnp.where(jnp.isfinite(s) & (s > 0), s, old)

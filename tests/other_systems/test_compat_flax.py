@@ -553,6 +553,13 @@ def test_an_unusable_scale_skips_one_step_and_restarts(scale):
     assert (finite, loss, grad, dynamic_scale.fin_steps) == (True, 9.0, 6.0, 1)
 
 
+@BOTH
+def test_a_first_scale_may_be_an_integer(module):
+    grad_fn = module.DynamicScale(scale=1).value_and_grad(lambda p: p * jnp.inf)
+    dynamic_scale = grad_fn(jnp.float32(1.0)).dynamic_scale
+    assert (dynamic_scale.scale, dynamic_scale.scale.dtype) == (0.5, jnp.float32)
+
+
 def test_complex_gradients_keep_their_imaginary_parts():
     grad_fn = compat.DynamicScale().value_and_grad(lambda z: jnp.abs(z) ** 2)
     grad = grad_fn(jnp.complex64(1 + 2j)).grad

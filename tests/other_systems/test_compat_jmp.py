@@ -235,6 +235,12 @@ def test_dtypes_stay_so_that_a_step_is_traced_once(first, traces, counter):
     assert loss_scale.loss_scale == 2.0**14
 
 
+@pytest.mark.filterwarnings("ignore:Expected floating type for loss_scale")
+def test_an_integer_scale_becomes_float32():
+    loss_scale = jmp.DynamicLossScale(1, min_loss_scale=0.25).adjust(False)
+    assert (loss_scale.loss_scale, loss_scale.loss_scale.dtype) == (0.5, jnp.float32)
+
+
 def test_a_float16_scale_does_not_grow_to_infinity():
     # jmp's issue 47: `adjust` raises a TypeError. 2**16 is infinity in float16.
     loss_scale = jmp.DynamicLossScale(jnp.float16(2.0**14), period=1)
