@@ -248,8 +248,9 @@ class DynamicLossScale:
         different floors are different trees, as with different periods.
       * Leaves of trees are scaled and unscaled as in `StaticLossScale`.
       * `loss_scale` can be an integer, which becomes float32 when it is adjusted, or
-        float16 or bfloat16. jmp's `adjust` raises an error for each of these. A growth or backoff that this dtype cannot hold does not happen, so a
-        float16 scale stays at `2**15`. Prefer float32.
+        float16 or bfloat16. jmp's `adjust` raises an error for each of these. A growth
+        or backoff that a float16 scale cannot hold does not happen, so it stays at
+        `2**15`. Prefer float32.
       * The scale does not grow beyond `2**126`, where jmp goes to `2**127`. A larger
         scale, infinity or NaN becomes `2**126` when it is adjusted, and then backs off;
         in jmp infinity and NaN are never left.
