@@ -20,7 +20,7 @@ from jax import lax
 from optax_lossscale._checks import SMALLEST_SCALE, python_number
 from optax_lossscale._finite import all_finite, hint_at_axes, vary_over
 from optax_lossscale._rules import DynamicRuleState, LossScale
-from optax_lossscale._scaling import scale
+from optax_lossscale._scaling import scale as scale_loss
 from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._tree import is_floating_array, map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
@@ -186,7 +186,7 @@ class DynamicScale(struct.PyTreeNode):
             value = fun(*args, **kwargs)
             loss, aux = (value[0], value[1]) if has_aux else (value, None)
             loss = _as_wide_float(loss)
-            return scale(loss, state), (loss, aux)
+            return scale_loss(loss, state), (loss, aux)
 
         scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
 
