@@ -87,7 +87,7 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
     command += ["--models", "LSTM", "--quick", "--json", path]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     rows = json.loads(path.read_text())["LSTM"]
-    assert len(rows) == 10
+    assert len(rows) == 11
     assert all(float(row["ms"]) > 0 for row in rows)
     assert {row["loss scaling"] for row in rows if row["precision"] == "float32"} == {
         "none"
@@ -100,7 +100,7 @@ def test_the_overhead_is_measured_for_every_way(tmp_path):
     command += ["--leaves", "2", "--size", "100", "--json", path]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     tables = json.loads(path.read_text())
-    assert len(tables["rows"]) == 5
+    assert len(tables["rows"]) == 6
     assert tables["eager"] > 0
 
 
