@@ -187,7 +187,7 @@ def summed_over_devices(compiled):
     return found
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @every_level
 @every_model
 def test_replicated_parameters_have_gradients_that_are_summed_in_float32(model, level):
@@ -197,7 +197,7 @@ def test_replicated_parameters_have_gradients_that_are_summed_in_float32(model, 
     assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @every_level
 @every_model
 def test_split_parameters_have_gradients_that_are_summed_in_float32(model, level):

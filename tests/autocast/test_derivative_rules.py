@@ -30,7 +30,7 @@ def test_the_gradient_of_relu_at_zero_is_zero():
     np.testing.assert_array_equal(grads, 0)
 
 
-@pytest.mark.fast_every(6)
+@pytest.mark.fast_every(12)
 @pytest.mark.parametrize(
     "function",
     [

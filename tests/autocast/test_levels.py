@@ -62,7 +62,7 @@ class OwnNorm:
         return (lambda params, x: layer_norm(x, params["norm"])), {"norm": jnp.ones(4)}
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("kind", [LinenNorm, NnxNorm, EquinoxNorm, OwnNorm])
 def test_level_o2_leaves_normalization_layers_in_float32(kind):
     apply, layer = kind.make()

@@ -54,7 +54,7 @@ MASKED = {
 }
 
 
-@pytest.mark.fast_every(8)
+@pytest.mark.fast_every(16)
 @pytest.mark.parametrize("name", MASKED)
 def test_the_entropy_of_masked_logits_is_that_of_float32(name):
     mask = mask_of(-1e9)

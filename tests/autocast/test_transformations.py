@@ -106,7 +106,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.fast_every(5)
+@pytest.mark.fast_every(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_are_in_float16_in_functions_that_use_a_transformation(name):
     assert_autocast(PROGRAMS[name], W, X)

@@ -110,7 +110,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.fast_every(5)
+@pytest.mark.fast_every(10)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_gradients_of_the_arguments_of_a_product_are_exact(level, name):
@@ -184,7 +184,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient_of_a_weight_is_exact_inside(name, level):

@@ -171,7 +171,7 @@ def run(module, settings, seed, steps=60, axis_name=None):
     return seen
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_scales_verdicts_losses_and_gradients_are_those_of_flax(settings, seed):

@@ -14,7 +14,7 @@ from helpers.inner import adam
 from tools.faults import OPTIMIZERS, RULES, check, run
 
 
-@pytest.mark.fast_every(6)
+@pytest.mark.fast_every(12)
 @pytest.mark.parametrize(
     "optimizer", ["adamw", pytest.param("sgd, momentum", marks=pytest.mark.slow)]
 )
@@ -41,7 +41,7 @@ def optimizer(rule):
     return tx, jax.jit(tx.update)
 
 
-@pytest.mark.fast_every(6)
+@pytest.mark.fast_every(12)
 @pytest.mark.parametrize("value", DAMAGED)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):

@@ -158,7 +158,7 @@ def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
     assert bool(ols.all_finite(arrays)) == (expected < np.inf)
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     "shape",

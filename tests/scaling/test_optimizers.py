@@ -200,7 +200,7 @@ def test_no_optimizer_is_missing():
     assert set(MATRIX) > REPRESENTATIVE
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("name", MATRIX_BY_SPEED)
 def test_an_eager_good_step_gives_the_bits_of_the_bare_optimizer(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.static_loss_scale(SCALE))
