@@ -103,27 +103,36 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
-    return _multiply(leaves, loss_scale.astype)
+    return _combine(lax.mul, leaves, loss_scale.astype)
 
 
 @jax.jit
 def unscale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
     """Unscales a list of floating leaves."""
     # One division for each dtype; XLA on CPU is much slower with one for each leaf.
-    return _multiply(leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
+    return _combine(lax.mul, leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
 
 
-def _multiply(
-    leaves: list[Any], factor_in: Callable[[jnp.dtype], jax.Array]
+@jax.jit
+def divide_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+    """Unscales as other systems do, which differs in the last bit for some scales."""
+    return _combine(lax.div, leaves, loss_scale.astype)
+
+
+def _combine(
+    operation: Callable[..., jax.Array],
+    leaves: list[Any],
+    factor_in: Callable[[jnp.dtype], jax.Array],
 ) -> list[jax.Array]:
-    """Widens each leaf and multiplies it by the factor for its dtype."""
+    """Widens each leaf, and multiplies or divides it by the factor for its dtype."""
 
-    def multiply(leaf: Any) -> jax.Array:
+    def combine(leaf: Any) -> jax.Array:
         array = widen(leaf)
         factor = factor_in(jnp.finfo(array.dtype).dtype)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             # A complex product would turn an infinity in one part into NaN in both.
-            return lax.complex(lax.real(array) * factor, lax.imag(array) * factor)
-        return lax.mul(array, factor)
+            parts = lax.real(array), lax.imag(array)
+            return lax.complex(*(operation(part, factor) for part in parts))
+        return operation(array, factor)
 
-    return [multiply(leaf) for leaf in leaves]
+    return [combine(leaf) for leaf in leaves]

@@ -20,12 +20,14 @@ from jax import lax
 from optax_lossscale._checks import SMALLEST_SCALE, python_number
 from optax_lossscale._finite import all_finite, hint_at_axes, vary_over
 from optax_lossscale._rules import DynamicRuleState, LossScale
+from optax_lossscale._scaling import divide_leaves
 from optax_lossscale._scaling import scale as scale_loss
 from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._tree import is_floating_array, map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale._verdict import repair_scale
 from optax_lossscale.presets._jax import flax as flax_rule
+from optax_lossscale.presets._rules import state_at
 
 try:
     from flax import struct
@@ -34,6 +36,7 @@ except ImportError as error:
         "`optax_lossscale.compat.flax` needs Flax. (Install it by `pip install flax`.)"
     ) from error
 
+_Axes = tuple[Any, ...]  # Names of axes.
 _LONGEST_INTERVAL = 2**31 - 2  # The count of `presets.flax` goes one further.
 
 
@@ -192,12 +195,11 @@ class DynamicScale(struct.PyTreeNode):
 
         @functools.wraps(fun)
         def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
-            if axis_name is not None:
-                args = _vary_arguments(args, argnums, axis_name)
+            names, tracked = _axes(axis_name)
+            args = _vary_arguments(args, argnums, tracked)
             (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
-            grads = map_floating(_divide, grads, state.loss_scale)
-            if axis_name is not None:
-                grads = _mean_over_devices(grads, loss, axis_name)
+            grads = map_floating(divide_leaves, grads, state.loss_scale)
+            grads = _mean_over_devices(grads, loss, names, tracked)
             finite = all_finite(grads, axis_name=axis_name) & was_usable
             dynamic_scale = self._with(rule.adjust(state, finite))
             value = (loss, aux) if has_aux else loss
@@ -254,13 +256,7 @@ class DynamicScale(struct.PyTreeNode):
           >>> print(state.loss_scale, state.rule_state.growth_count)
           8.0 3
         """
-        first: LossScaleState = self.to_rule().init()
-        # Copies, so that both states can be donated.
-        s = jnp.array(self.scale, jnp.float32)
-        count = jnp.broadcast_to(jnp.array(self.fin_steps, jnp.int32), s.shape)
-        first = jax.tree.map(lambda x: jnp.broadcast_to(x, s.shape), first)
-        rule_state = first.rule_state._replace(growth_count=count)
-        return first._replace(loss_scale=s, rule_state=rule_state)
+        return state_at(self.to_rule(), self.scale, self.fin_steps)
 
     @classmethod
     def from_state(cls, tree: PyTree, **settings: Any) -> DynamicScale:
@@ -318,25 +314,10 @@ def _as_wide_float(loss: Any) -> jax.Array:
     return widen(array) if is_float else array.astype(jnp.float32)
 
 
-def _divide(leaves: list[Any], scale: jax.Array) -> list[jax.Array]:
-    """Divides gradients by the scale, as Flax does.
-
-    `unscale` multiplies by the reciprocal, which differs in the last bit if the scale
-    is not a power of two.
-    """
-
-    def divide(leaf: Any) -> jax.Array:
-        grad = widen(leaf)
-        divisor = scale.astype(jnp.finfo(grad.dtype).dtype)
-        if jnp.iscomplexobj(grad):
-            return lax.complex(lax.real(grad) / divisor, lax.imag(grad) / divisor)
-        return grad / divisor
-
-    return [divide(leaf) for leaf in leaves]
-
-
-def _tracked(axis_name: AxisName) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _axes(axis_name: AxisName | None) -> tuple[_Axes, _Axes]:
     """All named axes, and those for which JAX tracks which arrays vary over them."""
+    if axis_name is None:
+        return (), ()
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     with hint_at_axes(axis_name):
         tracked = (name for name in names if name in _varying(lax.axis_index(name)))
@@ -344,14 +325,13 @@ def _tracked(axis_name: AxisName) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _vary_arguments(
-    args: tuple[Any, ...], argnums: int | Sequence[int], axis_name: AxisName
+    args: tuple[Any, ...], argnums: int | Sequence[int], tracked: _Axes
 ) -> tuple[Any, ...]:
     """Makes parameters vary over devices, so that each device has its own gradients.
 
     JAX would sum the gradients of parameters that do not vary, in the dtype to which
     the function casts them, and before they are divided by the scale.
     """
-    _, tracked = _tracked(axis_name)
     if not tracked:
         return args
 
@@ -366,13 +346,14 @@ def _vary_arguments(
     )
 
 
-def _mean_over_devices(grads: PyTree, loss: jax.Array, axis_name: AxisName) -> PyTree:
+def _mean_over_devices(
+    grads: PyTree, loss: jax.Array, names: _Axes, tracked: _Axes
+) -> PyTree:
     """Averages the gradients of the losses of all devices.
 
     Where JAX tracks what varies, a loss may be one for all devices, such as a mean. Its
     gradient is the sum of what each device adds to it.
     """
-    names, tracked = _tracked(axis_name)
     of_one_loss = tuple(n for n in tracked if n not in _varying(loss))
     of_many = tuple(n for n in names if n not in of_one_loss)
 

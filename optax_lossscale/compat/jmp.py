@@ -69,6 +69,7 @@ from optax_lossscale.compat._jmp_policy import (
 )
 from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
 from optax_lossscale.presets._jax import jmp as jmp_rule
+from optax_lossscale.presets._rules import state_at
 
 __version__ = "0.0.4"  # Of the jmp whose names these are.
 
@@ -358,12 +359,7 @@ class DynamicLossScale:
         """
         s = jnp.asarray(self.loss_scale, jnp.float32)
         s = jnp.where(s <= LARGEST_SCALE, s, LARGEST_SCALE)  # NaN too.
-        first: LossScaleState = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, s.shape), self.to_rule().init()
-        )
-        n = jnp.broadcast_to(jnp.array(self.counter, jnp.int32), s.shape)
-        rule_state = first.rule_state._replace(growth_count=n)
-        return first._replace(loss_scale=s, rule_state=rule_state)
+        return state_at(self.to_rule(), s, self.counter)
 
     @classmethod
     def from_state(

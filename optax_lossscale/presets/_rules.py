@@ -60,6 +60,25 @@ def check_floor(name: str, value: float | None) -> float:
     return check_scale(name, value)
 
 
+def state_at(
+    rule: LossScale,
+    loss_scale: jax.typing.ArrayLike,
+    growth_count: jax.typing.ArrayLike,
+) -> LossScaleState:
+    """The first state of a classic rule, with another scale and count of finite steps.
+
+    If the scale has an entry for each device, so has every array. All are copies, so
+    that the state can be donated.
+    """
+    s = jnp.array(loss_scale, jnp.float32)
+    first: LossScaleState = jax.tree.map(
+        lambda array: jnp.broadcast_to(array, s.shape), rule.init()
+    )
+    n = jnp.broadcast_to(jnp.array(growth_count, jnp.int32), s.shape)
+    rule_state = first.rule_state._replace(growth_count=n)
+    return first._replace(loss_scale=s, rule_state=rule_state)
+
+
 def uncapped(
     init_scale: float,
     *,

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._checks import (
@@ -23,7 +22,7 @@ from optax_lossscale._rules import (
 )
 from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._types import PyTree
-from optax_lossscale.presets._rules import uncapped
+from optax_lossscale.presets._rules import state_at, uncapped
 
 _TRACKER = "_growth_tracker"
 _KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", _TRACKER}
@@ -143,12 +142,7 @@ def from_torch_state_dict(
 
     @functools.wraps(rule.init)
     def init() -> LossScaleState:
-        state = rule.init()
-        rule_state = DynamicRuleState(
-            growth_count=jnp.asarray(tracker, jnp.int32),
-            hysteresis_count=state.rule_state.hysteresis_count,
-        )
-        return state._replace(rule_state=rule_state)
+        return state_at(rule, rule.init().loss_scale, tracker)
 
     return rule._replace(init=init), init()
 

@@ -150,7 +150,7 @@ SETTINGS = [
 ]
 
 
-def run(module, settings, seed, steps=60, axis_name=None):
+def run(module, settings, seed, steps=60):
     """All results of a jitted loop over batches, of which some overflow."""
     rng = np.random.default_rng(seed)
     xs = rng.normal(size=(steps, 3)).astype(np.float32)
@@ -158,7 +158,7 @@ def run(module, settings, seed, steps=60, axis_name=None):
 
     @jax.jit
     def step(dynamic_scale, params, x):
-        grad_fn = dynamic_scale.value_and_grad(loss_fn, axis_name=axis_name)
+        grad_fn = dynamic_scale.value_and_grad(loss_fn)
         dynamic_scale, finite, loss, grad = grad_fn(params, x)
         new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grad)
         params = jax.tree.map(functools.partial(jnp.where, finite), new, params)
@@ -399,7 +399,9 @@ X = jnp.arange(8.0) + 1  # The mean over devices is 4.5.
 REPLICATED = P()
 
 
-def grads_of_shard_map(module, loss_fn, check_vma, x=X, params_spec=REPLICATED):
+def grads_of_shard_map(
+    module, loss_fn, check_vma, x=X, params_spec=REPLICATED, scale=64.0
+):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @functools.partial(
@@ -415,7 +417,7 @@ def grads_of_shard_map(module, loss_fn, check_vma, x=X, params_spec=REPLICATED):
         return finite, grad, dynamic_scale.scale
 
     params = jnp.float32(2.0) if params_spec == REPLICATED else jnp.full(8, 2.0)
-    return jax.jit(step)(module.DynamicScale(scale=64.0), params, x)
+    return jax.jit(step)(module.DynamicScale(scale=scale), params, x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -466,23 +468,9 @@ def test_gradients_are_summed_over_devices_in_float32(check_vma):
             jnp.float32
         )
 
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
+    finite, grad, _ = grads_of_shard_map(
+        compat, half_loss, check_vma, jnp.full(8, 40.0), scale=1024.0
     )
-    def step(params, x):
-        grad_fn = compat.DynamicScale(scale=1024.0).value_and_grad(
-            half_loss, axis_name="data"
-        )
-        _, finite, _, grad = grad_fn(params, x)
-        return finite, grad
-
-    finite, grad = jax.jit(step)(jnp.float32(1.0), jnp.full(8, 40.0))
     assert (finite, grad) == (True, 40.0)
 
 
