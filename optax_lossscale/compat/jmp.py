@@ -128,6 +128,23 @@ class NoOpLossScale:
         """The state with which `loss_scaled(optimizer, no_loss_scale())` goes on."""
         return no_loss_scale().init()
 
+    @classmethod
+    def from_state(cls, state: PyTree) -> NoOpLossScale:
+        """The loss scale of a run under `no_loss_scale`.
+
+        Args:
+          state: Any pytree that holds exactly one `LossScaleState`, of that rule.
+
+        Returns:
+          A `NoOpLossScale`.
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleState`, several, or one of another
+            rule.
+        """
+        _state_of_rule(state, no_loss_scale())
+        return cls()
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)

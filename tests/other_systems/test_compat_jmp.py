@@ -682,3 +682,12 @@ def test_the_rule_has_the_settings_of_the_object():
     )
     settings = {"period": 5, "factor": 4, "min_loss_scale": 0.5}
     assert loss_scale.to_rule().settings == {"loss_scale": 2.0**15, **settings}
+
+
+def test_a_run_without_loss_scaling_goes_there_and_back():
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.no_loss_scale())
+    opt_state = tx.init(jnp.ones(2))
+    assert_same_bits(jmp.NoOpLossScale().to_state(), opt_state.loss_scale_state)
+    assert jmp.NoOpLossScale.from_state(opt_state) == jmp.NoOpLossScale()
+    with pytest.raises(ValueError, match="`state` must hold a state of"):
+        jmp.NoOpLossScale.from_state(ols.static_loss_scale(8.0).init())
