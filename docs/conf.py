@@ -1,0 +1,91 @@
+"""How Sphinx builds the documentation; CONTRIBUTING.md has the command."""
+
+import pathlib
+import shutil
+import sys
+import tomllib
+
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE / "_extensions"))
+
+
+def copy_notebooks() -> None:
+    """Copies the notebooks to where Sphinx finds them, with links that work there."""
+    folder = HERE / "notebooks"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for path in (HERE.parent / "notebooks").glob("*.ipynb"):
+        text = path.read_text().replace("](../docs/", "](../")
+        text = text.replace("](../benchmarks/README.md", "](../benchmarks.md")
+        (folder / path.name).write_text(text)
+
+
+copy_notebooks()
+
+import optax_lossscale  # noqa: E402
+
+pyproject = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+repository = pyproject["project"]["urls"]["Repository"]
+
+project = "optax_lossscale"
+author = "The optax_lossscale authors"
+copyright = f"2026, {author}"
+version = release = optax_lossscale.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "markdown_docstrings",
+]
+exclude_patterns = ["_build"]
+nitpicky = True
+suppress_warnings = ["intersphinx.external"]
+
+# Pages in Markdown. Those with `code-cell` run while the documentation is built, and an
+# error or a warning in one stops the build; tests/docs/test_notebooks.py runs notebooks.
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_excludepatterns = ["notebooks/*"]
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_output_stderr = "warn"
+nb_merge_streams = True
+nb_ipywidgets_js = {}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+
+# Each inventory is the project's own if it can be loaded, and else a list, in the folder
+# `inventories`, of the names that these pages mention. So the build works offline.
+intersphinx_timeout = 5
+intersphinx_mapping = {
+    name: (address, (None, f"inventories/{name}.txt"))
+    for name, address in {
+        "jax": "https://docs.jax.dev/en/latest/",
+        "optax": "https://optax.readthedocs.io/en/latest/",
+        "flax": "https://flax.readthedocs.io/en/latest/",
+    }.items()
+}
+
+html_theme = "sphinx_book_theme"
+html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_copy_source = False
+html_theme_options = {
+    "repository_url": repository,
+    "repository_branch": "main",
+    "path_to_docs": "docs",
+    "use_repository_button": True,
+    "use_issues_button": True,
+    "use_edit_page_button": True,
+    "use_download_button": False,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+}
