@@ -38,15 +38,23 @@ __all__ = [  # noqa: RUF022, in the order of this file.
 ]
 
 # Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
-# differ too, because one curve may lie on another.
+# differ too, because one curve may lie on another: the first is a wide band, and the
+# last has rings.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
 STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
+    {"color": "#000000", "linewidth": 6, "alpha": 0.25},
     {"color": RED, "linewidth": 1.5},
     {"color": ORANGE, "linewidth": 1.5},
     {"color": BLUE, "linewidth": 1.5, "linestyle": "--"},
-    {"color": GREEN, "linewidth": 1.5, "linestyle": ":"},
+    {
+        "color": GREEN,
+        "linewidth": 1.5,
+        "linestyle": ":",
+        "marker": "o",
+        "markevery": 0.06,  # A share of the diagonal of the axes.
+        "markerfacecolor": "none",
+    },
 )
 
 

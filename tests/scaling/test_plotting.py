@@ -98,6 +98,14 @@ def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
     assert line.get_color() == above.lines[1].get_color()
 
 
+def test_a_fifth_run_shows_as_rings_where_it_lies_on_the_first():
+    above, _ = plotting.plot_training({name: [2.0, 1.0] for name in "abcde"}, {})
+    first, *_, last = above.lines
+    assert (first.get_marker(), last.get_marker()) == ("None", "o")
+    assert last.get_markersize() > last.get_linewidth()
+    assert first.get_linewidth() > 2 * last.get_linewidth()  # It is seen behind.
+
+
 def test_histograms_are_drawn_over_the_range_of_the_dtype():
     histograms = {
         "before": diagnostics.exponent_histogram(
