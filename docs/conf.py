@@ -45,8 +45,9 @@ exclude_patterns = ["_build"]
 nitpicky = True
 suppress_warnings = ["intersphinx.external"]
 
-# Pages in Markdown. Those with `code-cell` run while the documentation is built, and an
-# error or a warning in one stops the build; tests/docs/test_notebooks.py runs notebooks.
+# Pages in Markdown. Those with `code-cell` run while the documentation is built, and
+# an error or a warning in one stops the build. Notebooks do not run here, but in
+# tests/docs/test_notebooks.py.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
@@ -58,11 +59,16 @@ nb_merge_streams = True
 nb_ipywidgets_js = {}
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"  # `_extensions/markdown_docstrings.py` shows them.
+napoleon_attr_annotations = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 
-# Each inventory is the project's own if it can be loaded, and else a list, in the folder
-# `inventories`, of the names that these pages mention. So the build works offline.
+# Each inventory is the project's own if it can be loaded. Offline it is a list, in the
+# folder `inventories`, of the names that these pages mention.
 intersphinx_timeout = 5
 intersphinx_mapping = {
     name: (address, (None, f"inventories/{name}.txt"))
@@ -76,6 +82,7 @@ intersphinx_mapping = {
 html_theme = "sphinx_book_theme"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_theme_options = {
     "repository_url": repository,

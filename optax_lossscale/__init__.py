@@ -1,38 +1,72 @@
 """Loss scaling and automatic mixed precision for JAX and Optax.
 
-Train with a scaled loss:
+Train a model that was written for float32 in float16:
 
-* `loss_scaled` wraps an Optax optimizer: it unscales the gradients, skips a step that
-  overflowed, and adjusts the loss scale;
-* `scaled_value_and_grad` and `scaled_grad` give it the gradients of the scaled loss;
-* `where_applied` lets a skipped step change nothing outside the optimizer either;
-* `loss_scale_optimizer` has Keras's signature; `ema_params` and `finalize_params` read
-  its moving average.
+    >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+    >>> params, x, y = jnp.zeros(3), jnp.ones((8, 3)), jnp.ones(8)
+    >>> loss_fn = ols.autocast(lambda params, x, y: jnp.mean((x @ params - y) ** 2))
+    >>> tx = ols.loss_scaled(optax.adamw(1e-3))
+    >>> opt_state = tx.init(params)
 
-Choose how the loss scale changes:
+Each step, usually inside `jax.jit`, is then
 
-* `dynamic_loss_scale` grows and backs off; `smooth_loss_scale` grows in small steps;
-  `headroom_loss_scale` follows the largest gradient; `static_loss_scale` never changes;
-  `no_loss_scale` does nothing;
-* `presets` has the rules of PyTorch, Keras, MindSpore, Flax and others, under the names
-  that these systems use;
-* `LossScale` is the type of every rule, which you can also make yourself.
+    >>> loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, x, y)
+    >>> updates, opt_state = tx.update(grads, opt_state, params)
+    >>> params = optax.apply_updates(params, updates)
+    >>> print(loss, ols.get_loss_scale(opt_state))
+    1.0 32768.0
 
-Run a float32 model in half precision:
+The training step:
 
-* `autocast` casts each operation where that is safe; `full_precision` marks a part to
-  leave alone, and `low_precision` a fused kernel, whose inputs are cast before it is
-  traced; `autocast_report` prints what happens to each operation;
-* `cast_params` casts parameters, and `master_weights` trains them in half precision.
+* `loss_scaled` wraps an Optax optimizer, so that it unscales the gradients, skips a
+  step that overflowed, and adjusts the loss scale.
+* `scaled_value_and_grad` and `scaled_grad` compute the gradients of the scaled loss.
+* `where_applied` keeps what lives outside the optimizer, such as batch statistics,
+  unchanged when a step is skipped.
 
-Look at a state, change it, or write the step by hand:
+Rules, which decide how the loss scale changes:
 
-* `loss_scale_metrics` is for loggers; `raise_if_stalled` raises `LossScaleStalledError`
-  if too many steps in a row were skipped;
-* `get_loss_scale`, `set_loss_scale`, `find_loss_scale_state` and `adopt_inner_state`
-  work on the states, `LossScaleState` and `LossScaledState`;
-* `scale`, `unscale`, `all_finite` and `max_magnitude` are the parts of a step;
-* `diagnostics` looks for overflow and underflow in any pytree; `plotting` draws it.
+* `dynamic_loss_scale`, the default, grows the scale after many finite steps, and halves
+  it after an overflow.
+* `headroom_loss_scale` sets the scale from the largest recent gradients.
+* `smooth_loss_scale` raises the scale a little on every finite step.
+* `static_loss_scale` keeps one scale, and `no_loss_scale` turns loss scaling off.
+* `presets` is a module with the rules of PyTorch, Keras, Flax and others, under their
+  own names.
+* `LossScale` is the type of every rule. Make one to write a rule of your own.
+
+Mixed precision:
+
+* `autocast` runs each operation in half precision where that is safe.
+* `full_precision` marks a function to leave as it is, and `low_precision` one that
+  takes half-precision inputs, such as a fused kernel.
+* `autocast_report` prints the dtype in which each operation computes, and why.
+* `cast_params` casts parameters to half precision, and `master_weights` trains them.
+
+States and metrics:
+
+* `get_loss_scale`, `set_loss_scale` and `find_loss_scale_state` find the loss scale in
+  any pytree, such as an optimizer state or a `TrainState`.
+* `LossScaledState` is the state of a wrapped optimizer. It holds a `LossScaleState`.
+* `adopt_inner_state` continues a run that was saved without loss scaling.
+* `loss_scale_metrics` returns the scale and the counters for any logger.
+* `raise_if_stalled` raises `LossScaleStalledError` if too many steps in a row were
+  skipped.
+
+The parts of a step, to write one by hand:
+
+* `scale`, `unscale`, `all_finite` and `max_magnitude`.
+
+For those who know Keras:
+
+* `loss_scale_optimizer` has the signature and the options of its `LossScaleOptimizer`.
+* `ema_params` and `finalize_params` read the moving average that it keeps.
+
+Modules:
+
+* `diagnostics` looks for overflow and underflow in any pytree, and `plotting` draws it.
+* `optax_lossscale.compat.flax` and `optax_lossscale.compat.jmp`, which you import by
+  these names, have the names of Flax's `DynamicScale` and of jmp.
 """
 
 from optax_lossscale import diagnostics, plotting, presets

@@ -37,6 +37,16 @@ from optax_lossscale._checks import (
 from optax_lossscale._tree import floating_leaves, is_floating, real_parts, widen
 from optax_lossscale._types import PyTree
 
+__all__ = [
+    "ExponentHistogram",
+    "exponent_histogram",
+    "headroom_bits",
+    "nonfinite_report",
+    "print_nonfinite_report",
+    "suggest_init_scale",
+    "underflow_fraction",
+]
+
 
 class ExponentHistogram(NamedTuple):
     """The number of entries `x` with each exponent, `floor(log2(abs(x)))`.

@@ -79,15 +79,19 @@ def autocast(
     Differentiate, map and compile the result as you would the function itself. It is
     traced, and each operation is cast by its kind:
 
-        matrix product, convolution          dtype
-        exponential, logarithm, power, sum   float32; so are norms, softmax and losses
-        other elementwise, comparison        its widest operand's dtype
-        any other                            as it is written
+    | operation | is computed in |
+    |---|---|
+    | matrix product, convolution | `dtype` |
+    | exponential, logarithm, power, sum (also in norms, softmax, losses) | float32 |
+    | other elementwise operation, comparison | its widest operand's dtype |
+    | any other | the dtype in which it is written |
 
-    | level | |
+    `level` says how far this goes:
+
+    | level | meaning |
     |---|---|
     | `"O0"` | `fun` itself |
-    | `"O1"` | the above, as `torch.autocast` does |
+    | `"O1"` | the table above, as `torch.autocast` does |
     | `"O2"` | almost all in `dtype`, arguments too; normalization layers in float32 |
     | `"O3"` | almost all in `dtype` |
 

@@ -36,6 +36,8 @@ except ImportError as error:
         "`optax_lossscale.compat.flax` needs Flax. (Install it by `pip install flax`.)"
     ) from error
 
+__all__ = ["DynamicScale", "DynamicScaleResult"]
+
 _Axes = tuple[Any, ...]  # Names of axes.
 _LONGEST_INTERVAL = 2**31 - 2  # The count of `presets.flax` goes one further.
 

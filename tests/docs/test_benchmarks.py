@@ -187,6 +187,16 @@ def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     assert len(tables["Calls outside jit"]) == 3
 
 
+def test_cells_that_markdown_would_turn_bold_are_printed_in_backticks(capsys):
+    tables = importlib.import_module("_lib.tables")
+    tables.print_table(
+        [{"operation": "__pow__", "scales": "2**3 2**3"}, {"a": 1, "b": 2}]
+    )
+    _, _, quoted, plain = capsys.readouterr().out.splitlines()
+    assert quoted == "| `__pow__` | `2**3 2**3` |"
+    assert plain.split() == ["|", "1", "|", "2", "|"]
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda p: p.stem)
 def test_no_benchmark_finds_out_at_its_end_that_its_file_cannot_be_written(path):
     # Read and not run, so that each new benchmark is covered at no cost.

@@ -1,0 +1,63 @@
+"""The documentation's pages have every public name: its API reference and its tour."""
+
+import importlib
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import optax_lossscale as ols
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+MODULES = [
+    "optax_lossscale",
+    "optax_lossscale.presets",
+    "optax_lossscale.diagnostics",
+    "optax_lossscale.plotting",
+    "optax_lossscale.compat.flax",
+    "optax_lossscale.compat.jmp",
+]
+
+
+def names_in(module):
+    if hasattr(module, "__all__"):
+        return module.__all__
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = [name for name, value in functions if value.__module__ == module.__name__]
+    return [name for name in own if not name.startswith("_")]
+
+
+def public_paths():
+    for path in MODULES:
+        for name in names_in(importlib.import_module(path)):
+            yield f"{path}.{name}"
+
+
+PUBLIC = sorted(public_paths())
+TOUR = (DOCS / "tour.md").read_text()
+LINKED = re.findall(r"\{py:\w+\}`~?(?:[^`<]*<)?([\w.]+)", TOUR)
+
+
+def test_the_api_reference_has_every_public_name_once_and_no_other():
+    text = "\n".join(page.read_text() for page in DOCS.glob("reference/*.md"))
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, flags=re.MULTILINE)
+    # Modules that are imported by their own path are in no `__all__`.
+    modules = {"optax_lossscale.compat", *MODULES[1:]} - {*PUBLIC}
+    assert sorted(documented) == sorted([*PUBLIC, *modules])
+
+
+def test_every_page_of_the_api_reference_is_in_the_table_of_contents():
+    index = (DOCS / "index.md").read_text()
+    for page in DOCS.glob("reference/*.md"):
+        assert f"reference/{page.stem}\n" in index
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_the_tour_links_to_every_public_name(path):
+    assert path in LINKED
+
+
+@pytest.mark.parametrize("name", ols.__all__)
+def test_the_help_of_the_package_names_every_public_name(name):
+    assert f"`{name}`" in ols.__doc__
