@@ -42,10 +42,9 @@ TRAIN_SIZE = 1400
 BATCH_SIZE = 1024
 LEARNING_RATE = 2e-3
 STATIC_SCALE = 8.0
-STATIC_SCALE_NOTE = (
-    f"float16_static always scales by {STATIC_SCALE:g}, as Micikevicius et al. (2018, "
-    "https://arxiv.org/abs/1710.03740)\ndid to train the detector Multibox SSD."
-)
+STATIC_SCALE_NOTE = f"""\
+float16_static always scales by {STATIC_SCALE:g}, as Micikevicius et al. (2018,
+https://arxiv.org/abs/1710.03740) did to train the detector Multibox SSD."""
 # How often in a run the progress bar moves and flushed gradients are counted.
 REPORTS = 20
 
@@ -250,25 +249,14 @@ def write_results(runs: dict[str, list[Run]], file: Path) -> None:
 
 def plot(runs: dict[str, Run], file: Path) -> None:
     """Draws the loss curves, with the loss scales beneath, into a PNG file."""
-    labels = {name: name for name in runs}
-    labels["float16_static"] = f"float16_static (always {STATIC_SCALE:g})"
-    losses = {labels[name]: run.losses for name, run in runs.items()}
-    scaled = ("float16_static", "float16_dynamic")
-    scales = {labels[name]: runs[name].loss_scales for name in scaled}
+    static, dynamic = f"float16_static (always {STATIC_SCALE:g})", "float16_dynamic"
+    shown = {static if name == "float16_static" else name: runs[name] for name in runs}
+    losses = {label: run.losses for label, run in shown.items()}
+    scales = {label: shown[label].loss_scales for label in (static, dynamic)}
     loss_ax, scale_ax = ols.plotting.plot_training(losses, scales)
-    loss_ax.set_title(
-        "float16 stalls; with a dynamic loss scale it trains like float32"
-    )
-    scale_ax.set_title("The dynamic scale grows as long as nothing overflows")
-    scale_ax.margins(y=0.1)
-    for of_run in scales.values():
-        scale_ax.annotate(
-            f"final scale 2**{np.log2(of_run[-1]):g}",
-            (len(of_run) - 1, of_run[-1]),
-            (-6, 4),
-            textcoords="offset points",
-            horizontalalignment="right",
-        )
+    loss_ax.set_title("float16 stalls; with a dynamic scale it trains like float32")
+    first, final = np.log2(scales[dynamic][[0, -1]])
+    scale_ax.set_title(f"The dynamic scale goes from 2**{first:g} to 2**{final:g}")
     matplotlib.pyplot.savefig(file, dpi=150)
     matplotlib.pyplot.close()
 
@@ -294,10 +282,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--autocast", action="store_true", help="cast the float32 network by autocast"
     )
     parser.add_argument(
-        "--json",
-        type=check_output_file,
-        metavar="FILE",
-        help="write the results here",
+        "--json", type=check_output_file, metavar="FILE", help="write the results here"
     )
     parser.add_argument(
         "--plot",
