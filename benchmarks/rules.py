@@ -23,6 +23,7 @@ from jax.scipy.stats import norm
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
 from optax_lossscale._checks import check_output_file, check_picture_file
+from optax_lossscale.plotting import BLUE, GREEN, RED
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -34,12 +35,13 @@ RULES["dynamic_loss_scale"] = ols.dynamic_loss_scale()
 RULES["smooth_loss_scale"] = ols.smooth_loss_scale()
 RULES["headroom_loss_scale"] = ols.headroom_loss_scale()
 COMPARED = ["presets.torch", "headroom_loss_scale"]
+# The rules of the picture, with their names and styles there.
 DRAWN = {
-    "presets.torch": {"color": "#0072B2"},
-    "presets.megatron": {"color": "#E69F00", "linestyle": ":"},
-    "smooth_loss_scale": {"color": "#009E73", "linestyle": "--"},
-    "headroom_loss_scale": {"color": "#D55E00"},
+    "presets.torch": {"label": "dynamic, as PyTorch's", "color": BLUE},
+    "smooth_loss_scale": {"label": "smooth", "color": GREEN, "linestyle": "--"},
+    "headroom_loss_scale": {"label": "headroom", "color": RED},
 }
+WINDOW = 25  # Steps for which the picture shows one limit, the lowest.
 
 
 class Trace(NamedTuple):
@@ -243,28 +245,41 @@ def table(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
-    """Draws some rules' scales over steps, and the scales that would overflow."""
+    """Draws some rules' scales over steps, and the largest scales that fit float16.
+
+    Each panel shows the first seed of a trace, and counts the steps skipped there.
+    """
     figure, axes = plt.subplots(
-        len(traces), 1, figsize=(9, 2 * len(traces)), layout="constrained", sharex=True
+        -(-len(traces) // 2), 2, figsize=(12, 11), layout="constrained"
     )
-    for ax, (kind, trace) in zip(axes, traces.items(), strict=True):
-        limit = np.log2(FLOAT16_MAX) - trace.largest[0].reshape(-1, 25)
-        ax.fill_between(
-            np.arange(0, STEPS, 25),
-            np.nanmin(limit, axis=1),
-            30,
-            color="#DDDDDD",
-            linewidth=0,
-            label="overflows",
+    for ax, (kind, trace) in zip(axes.flat, traces.items(), strict=True):
+        largest = trace.largest[0]
+        limit = np.log2(FLOAT16_MAX) - np.nanmax(largest.reshape(-1, WINDOW), axis=1)
+        ax.stairs(
+            limit,
+            np.arange(0, len(largest) + 1, WINDOW),
+            baseline=None,
+            color="#000000",
+            linewidth=0.8,
+            label=f"largest scale that fits float16 (lowest of {WINDOW} steps)",
         )
+        skips = []
         for name, style in DRAWN.items():
-            scales, _ = runs[name][kind]
-            ax.plot(np.log2(scales[0]), label=name, linewidth=1.4, **style)
-        ax.set(title=kind, ylabel="log2 of scale", ylim=(8, 27))
-    axes[0].legend(ncols=5, fontsize="small", loc="lower right")
-    axes[-1].set_xlabel("step")
-    figure.suptitle("headroom_loss_scale follows the gradients, and seldom overflows")
-    figure.savefig(file, dpi=72)
+            scales, applied = (array[0] for array in runs[name][kind])
+            ax.step(np.arange(len(scales)), np.log2(scales), where="post", **style)
+            skips.append(f"{np.sum(~applied)} by {style['label'].split(',')[0]}")
+        ax.set_title(kind, loc="left", fontweight="bold")
+        ax.set_title(f"skipped: {', '.join(skips)}", loc="right", fontsize="small")
+        ax.set(xlabel="step", ylabel="log2 of scale")
+        ax.locator_params(axis="y", integer=True)
+        ax.grid(alpha=0.3)
+    figure.suptitle(
+        "The scales of three rules, and float16's limit, in five made-up histories of "
+        "gradients\nand in three that were recorded from training"
+    )
+    lines, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(lines))
+    figure.savefig(file, dpi=150)
     plt.close(figure)
 
 
@@ -280,16 +295,17 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()
-    runs = run_all(traces)
+    runs, recorded_runs = run_all(traces), run_all(recorded)
     results = {"synthetic": table(traces, runs)}
     print()
-    results["recorded"] = table(recorded, run_all(recorded))
+    results["recorded"] = table(recorded, recorded_runs)
     print("\nBad batches; unused bits / flushed to zero / updates that are all zero\n")
     results["bad batches"] = nan_table()
     print("\nActivations that overflow before the parameters; skips / unused bits\n")
     results["activations"] = activations_table(traces)
     if arguments.plot is not None:
-        plot(traces, runs, arguments.plot)
+        every_run = {name: runs[name] | recorded_runs[name] for name in DRAWN}
+        plot(traces | recorded, every_run, arguments.plot)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))
 

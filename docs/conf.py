@@ -93,6 +93,7 @@ html_theme_options = {
     "use_edit_page_button": True,
     "use_download_button": False,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # The sidebar has the search field.
     "show_toc_level": 2,
     "launch_buttons": {"colab_url": "https://colab.research.google.com"},
 }

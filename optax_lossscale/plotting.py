@@ -4,9 +4,12 @@ Each function draws into the axes that it is given, or else makes new ones, and 
 them. Calling one needs matplotlib, which `pip install 'optax-lossscale[plot]'`
 installs; importing this module does not.
 
+Steps are counted from 0, and the loss scale drawn at a step is the one that this step
+used. The last point of a curve is the scale that the next step would use.
+
     >>> import jax.numpy as jnp, optax_lossscale as ols
     >>> ols.plotting.plot_underflow_by_leaf(jnp.ones(3)).get_xlabel()
-    'entries flushed to zero in float16, in %'
+    'share of nonzero entries flushed to zero in float16, in %'
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import check_concrete, check_float_dtype
+from optax_lossscale._checks import check_concrete, check_float_dtype, check_scale
 from optax_lossscale._tree import floating_leaves
 from optax_lossscale._types import Metrics, PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
@@ -27,30 +30,55 @@ from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = [  # noqa: RUF022, in the order of this file.
+    "plot_loss_scale",
+    "plot_training",
+    "plot_exponent_histogram",
+    "plot_underflow_by_leaf",
+]
+
 # Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
-# differ too, because one curve may lie on another.
+# differ too, because one curve may lie on another: the first is a wide band, and the
+# last has rings.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
 STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 3, "alpha": 0.4},
+    {"color": "#000000", "linewidth": 6, "alpha": 0.25},
     {"color": RED, "linewidth": 1.5},
     {"color": ORANGE, "linewidth": 1.5},
     {"color": BLUE, "linewidth": 1.5, "linestyle": "--"},
-    {"color": GREEN, "linewidth": 1.5, "linestyle": ":"},
+    {
+        "color": GREEN,
+        "linewidth": 1.5,
+        "linestyle": ":",
+        "marker": "o",
+        "markevery": 0.06,  # A share of the diagonal of the axes.
+        "markerfacecolor": "none",
+    },
 )
 
 
 def plot_loss_scale(
-    history: Metrics | Sequence[Metrics], *, ax: Axes | None = None
+    history: Metrics | Sequence[Metrics],
+    *,
+    init_scale: float | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draws the loss scale over the steps of a run, and marks the skipped steps.
 
-    The axis of the loss scale is logarithmic, in powers of two.
+    Collect `loss_scale_metrics(opt_state)` after every update, and pass the list. The
+    metrics hold the scale as the update left it, for the next step. So the scale that
+    a step used is that of the metrics before, and a skipped step is marked at the scale
+    that overflowed. The axis of the loss scale is logarithmic, in powers of two.
 
     Args:
-      history: The metrics that `loss_scale_metrics` returned: a list of one dict a
-        step, or one dict of them all, stacked over steps as by `lax.scan`. It holds at
-        least `loss_scale`, `f32[steps]`, and `last_finite`, `bool[steps]`.
+      history: The metrics that `loss_scale_metrics` returned after each step: a list
+        of one dict a step, or one dict of them all, stacked over steps as by
+        `lax.scan`. It holds at least `loss_scale`, `f32[steps]`, and `last_finite`,
+        `bool[steps]`.
+      init_scale: The loss scale that the first step used, which `history` does not
+        hold: `get_loss_scale(opt_state)` before that step. None takes the first scale
+        of `history`, which is too low if the first step was skipped.
       ax: Axes to draw into. None makes a new figure.
 
     Returns:
@@ -58,41 +86,44 @@ def plot_loss_scale(
 
     Raises:
       ImportError: If matplotlib is missing.
-      ValueError: If `history` lacks a key, is empty, or is not stacked.
-      TypeError: If it is called inside `jit`.
+      ValueError: If `history` lacks a key, is empty, or is not stacked, or if
+        `init_scale` is not a usable loss scale.
+      TypeError: If `init_scale` is not a number, or if it is called inside `jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
-      >>> rule = ols.dynamic_loss_scale(growth_interval=2)
-      >>> def step(state, finite):
+      >>> rule = ols.dynamic_loss_scale(1024.0)
+      >>> state, history = rule.init(), []
+      >>> for finite in (False, True, False):
       ...     state = rule.adjust(state, finite)
-      ...     return state, ols.loss_scale_metrics(state)
-      >>> finite = jnp.array([True, True, False])
-      >>> _, history = jax.lax.scan(step, rule.init(), finite)
-      >>> ols.plotting.plot_loss_scale(history).get_ylabel()
-      'loss scale'
-      >>> history = [ols.loss_scale_metrics(rule.init()) for _ in range(3)]
-      >>> ols.plotting.plot_loss_scale(history).get_xlabel()
-      'step'
+      ...     history.append(ols.loss_scale_metrics(state))
+      >>> ax = ols.plotting.plot_loss_scale(history, init_scale=1024.0)
+      >>> scales, skipped = ax.lines
+      >>> print(scales.get_ydata())
+      [1024.  512.  512.  256.]
+      >>> print(skipped.get_xdata(), skipped.get_ydata())
+      [0 2] [1024.  512.]
     """
     check_concrete("history", history, _DRAW_OUTSIDE)
     history = _stacked(history)
-    scales = np.asarray(history["loss_scale"])
+    after = np.asarray(history["loss_scale"])
     finite = np.asarray(history["last_finite"]).astype(bool)
-    if scales.ndim != 1 or finite.shape != scales.shape:
+    if after.ndim != 1 or finite.shape != after.shape or not after.size:
         raise ValueError(
-            f"`history` must be stacked over steps, got shapes {scales.shape} and "
+            f"`history` must be stacked over steps, got shapes {after.shape} and "
             f"{finite.shape}. (To draw one device or ensemble member, select its part: "
             "`jax.tree.map(lambda x: x[0], history)`.)"
         )
+    first = after[0] if init_scale is None else check_scale("init_scale", init_scale)
+    scales = np.concatenate([[first], after])  # Step t used scales[t].
+    skipped = np.flatnonzero(~finite)
     ax = _axes(ax)
-    steps = np.arange(1, len(scales) + 1)
-    marker = "o" if len(steps) == 1 else ""
-    ax.step(steps, scales, where="post", color=BLUE, marker=marker, label="loss scale")
-    skipped = int(np.sum(~finite))
-    if skipped:
-        label = f"skipped: {skipped} of {len(scales)} steps"
-        ax.plot(steps[~finite], scales[~finite], "x", color=RED, label=label)
+    ax.step(
+        np.arange(len(scales)), scales, where="post", color=BLUE, label="loss scale"
+    )
+    if skipped.size:
+        label = f"skipped: {skipped.size} of {finite.size} steps"
+        ax.plot(skipped, scales[skipped], "x", color=RED, label=label)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="loss scale")
     ax.locator_params(axis="x", integer=True)
@@ -112,8 +143,10 @@ def plot_training(
     Args:
       losses: A mapping from the label of each run to its losses, `f32[steps]` and
         positive. Line styles repeat after five runs.
-      loss_scales: A mapping from some or all of these labels to the loss scales of
-        the run, `f32[steps]`, dimensionless.
+      loss_scales: A mapping from some or all of these labels to the loss scale that
+        each step of the run used, `f32[steps]`, dimensionless: what
+        `get_loss_scale(opt_state)` returns before each update. The scale after the last
+        step may follow as one more entry.
       ax: Two axes to draw into. None makes a new figure.
 
     Returns:
@@ -134,7 +167,8 @@ def plot_training(
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
         loss_ax.semilogy(np.asarray(loss), label=_shown(name), **style)
         if name in loss_scales:
-            scale_ax.plot(np.asarray(loss_scales[name]), label=_shown(name), **style)
+            scales = np.asarray(loss_scales[name])
+            scale_ax.plot(scales, drawstyle="steps-post", label=_shown(name), **style)
     scale_ax.set_yscale("log", base=2)
     loss_ax.set(ylabel="training loss")
     scale_ax.set(xlabel="step", ylabel="loss scale")
@@ -217,7 +251,7 @@ def plot_exponent_histogram(
             label=_shown(label),
         )
     ax.set(
-        xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of all other entries"
+        xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
     )
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return ax
@@ -230,7 +264,7 @@ def plot_underflow_by_leaf(
     dtype: jax.typing.DTypeLike = jnp.float16,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws the share of each floating leaf that is flushed to zero in a dtype.
+    """Draws which share of each leaf's nonzero entries a dtype flushes to zero.
 
     Args:
       tree: Unscaled gradients in float32.
@@ -267,6 +301,7 @@ def plot_underflow_by_leaf(
     rows = np.arange(len(leaves))
     height = 0.8 / len(factors)
     colors = (BLUE, ORANGE, GREEN, RED)
+    largest = 0.0
     for index, factor in enumerate(factors):
         shares = [
             100 * float(underflow_fraction(leaf, scale=factor, dtype=dtype))
@@ -279,10 +314,12 @@ def plot_underflow_by_leaf(
             color=colors[index % len(colors)],
             label=f"scale 2**{np.log2(factor):g}",
         )
+        largest = max(largest, *shares)
     ax.set_yticks(rows, [path or "the array" for path in leaves])
     ax.invert_yaxis()
-    ax.set(xlabel=f"entries flushed to zero in {name}, in %", xlim=(0, 100))
-    ax.legend(loc="lower right")
+    ax.set_xlabel(f"share of nonzero entries flushed to zero in {name}, in %")
+    ax.set_xlim(0, min(100, 1.05 * largest) or 100)  # All of it if no bar is drawn.
+    ax.legend()
     return ax
 
 

@@ -12,7 +12,7 @@ Tables = dict[str, list[dict[str, Any]]]
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Prints rows as one aligned Markdown table, with the first row's keys on top."""
-    table = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    table = [list(rows[0]), *([_quoted(cell) for cell in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     first_width, *other_widths = widths
     rule = [f":{'-' * (first_width - 1)}"]
@@ -22,6 +22,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             cell.rjust(width) for cell, width in zip(others, other_widths, strict=True)
         ]
         print("| " + " | ".join([first.ljust(first_width), *cells]) + " |")
+
+
+def _quoted(cell: object) -> str:
+    """Puts a cell in backticks if Markdown would turn it bold, as `__pow__`."""
+    text = str(cell)
+    return f"`{text}`" if "**" in text or "__" in text else text
 
 
 def print_tables(title: str, tables: Tables, file: pathlib.Path | None) -> None:

@@ -89,7 +89,7 @@ underflow_fraction(tree, *, scale=1.0, dtype=float16)
 """,
     ols.plotting: """
 plot_exponent_histogram(histograms, *, dtype=float16, ax=None)
-plot_loss_scale(history, *, ax=None)
+plot_loss_scale(history, *, init_scale=None, ax=None)
 plot_training(losses, loss_scales, *, ax=None)
 plot_underflow_by_leaf(tree, *, scale=1.0, dtype=float16, ax=None)
 """,

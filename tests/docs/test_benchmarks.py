@@ -118,6 +118,13 @@ def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(tmp_path):
         if kind != "spikes of 8 bits":  # There it skips more.
             assert headroom[kind]["skips"] < torch[kind]["skips"], kind
     assert headroom["sudden rise of 9 bits"]["skips"] <= 3
+    spikes = "spikes of 8 bits"
+    assert headroom[spikes]["skips"] > 2 * torch[spikes]["skips"]
+    assert headroom[spikes]["flushed"] < torch[spikes]["flushed"] / 10
+    for rule in ("presets.torch", "smooth_loss_scale", "headroom_loss_scale"):
+        for kind, figures in results["recorded"][rule].items():
+            assert figures["skips"] == 0, (rule, kind)
+            assert figures["flushed"] < 1e-4, (rule, kind)
     for row in results["bad batches"]:
         bits, flushed, zero = map(float, row["at most more"].split(" / "))
         assert bits < 1, row
@@ -185,6 +192,16 @@ def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     tables = json.loads(path.read_text())
     assert len(tables["Tracing the gradient"]) == 6
     assert len(tables["Calls outside jit"]) == 3
+
+
+def test_cells_that_markdown_would_turn_bold_are_printed_in_backticks(capsys):
+    tables = importlib.import_module("_lib.tables")
+    tables.print_table(
+        [{"operation": "__pow__", "scales": "2**3 2**3"}, {"a": 1, "b": 2}]
+    )
+    _, _, quoted, plain = capsys.readouterr().out.splitlines()
+    assert quoted == "| `__pow__` | `2**3 2**3` |"
+    assert plain.split() == ["|", "1", "|", "2", "|"]
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda p: p.stem)

@@ -1,16 +1,36 @@
 """The demo, run as a user runs it."""
 
 import json
+import pathlib
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from optax_lossscale import demo
+
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 FIGURES = {"accuracy", "final_loss", "skipped_steps", "final_scale", "flushed_to_zero"}
 VARIANTS = {"float32", "float16", "float16_static", "float16_dynamic", "bfloat16"}
+
+
+def table_rows(text):
+    """The cells of the demo's table in a text, by variant; of several seeds the first.
+
+    Backticks and percent signs are left out.
+    """
+    rows = [line.strip("|").split("|") for line in text.splitlines()]
+    cells = [
+        [cell.split()[0].strip("`%") for cell in row if cell]
+        for row in rows
+        if len(row) == 6
+    ]
+    return {name: figures for name, *figures in cells if name in VARIANTS}
 
 
 def run_demo(*arguments):
@@ -76,6 +96,38 @@ def test_the_demo_prints_a_table_and_draws_a_picture(full_run):
     )
     assert "100%" in done.stderr  # Each variant has a progress bar.
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_readme_shows_what_the_demo_prints(full_run):
+    printed, shown = table_rows(full_run[0].stdout), table_rows(README.read_text())
+    assert set(printed) == set(shown) == VARIANTS
+    for name, (accuracy, loss, skipped, scale, flushed) in printed.items():
+        assert shown[name][2:4] == [skipped, scale], name
+        # Other versions of JAX and other machines round differently.
+        assert float(shown[name][0]) == pytest.approx(float(accuracy), abs=0.015), name
+        assert float(shown[name][1]) == pytest.approx(float(loss), rel=0.1), name
+        assert float(shown[name][4]) == pytest.approx(float(flushed), abs=1), name
+    assert "always scales by 8" in full_run[0].stdout
+
+
+@pytest.mark.slow
+def test_the_scales_of_a_run_are_those_of_its_steps_and_then_the_final_one():
+    rule = ols.dynamic_loss_scale(1.0, growth_interval=1)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        apply = demo.make_apply(jnp.float16, by_autocast=False)
+        run = demo.train("short", apply, rule, demo.load_data(), seed=0, steps=3)
+    # The scale doubles after each step, and none of these three overflows.
+    assert run.loss_scales.tolist() == [1.0, 2.0, 4.0, 8.0]
+    assert run.results["final_scale"] == 8.0
+    assert run.losses.shape == (3,)
+
+
+def test_scales_of_the_table_stand_in_backticks():
+    figures = dict.fromkeys(FIGURES, 1) | {"final_scale": 2.0**20}
+    run = demo.Run(figures, np.ones(1), np.ones(2))
+    *_, row = demo.format_table({"float16_dynamic": [run, run]}).splitlines()
+    assert "| `2**20` `2**20` |" in row
 
 
 @pytest.mark.slow

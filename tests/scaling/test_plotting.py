@@ -28,15 +28,38 @@ def history_of(finite):
     return jax.vmap(ols.loss_scale_metrics)(states_after(rule, finite))
 
 
-def test_the_loss_scale_is_drawn_on_powers_of_two_with_its_skips():
+def test_the_loss_scale_is_drawn_on_powers_of_two():
     ax = plotting.plot_loss_scale(history_of([True, True, False, True]))
-    line, skips = ax.lines
-    assert line.get_ydata().tolist() == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
-    assert line.get_xdata().tolist() == [1, 2, 3, 4]
-    assert skips.get_xdata().tolist() == [3]
     assert ax.yaxis.get_transform().base == 2
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert labels == ["loss scale", "skipped: 1 of 4 steps"]
+
+
+def test_each_step_is_drawn_at_the_scale_that_it_used_counted_from_zero():
+    # With growth after two finite steps, the steps use 2**10, 2**10, 2**11 and 2**10;
+    # a fifth step would use 2**10.
+    history = history_of([True, True, False, True])
+    for init_scale in (None, 2.0**10):
+        ax = plotting.plot_loss_scale(history, init_scale=init_scale)
+        line = ax.lines[0]
+        assert line.get_xdata().tolist() == [0, 1, 2, 3, 4]
+        assert np.log2(line.get_ydata()).tolist() == [10, 10, 11, 10, 10]
+
+
+def test_a_skip_is_marked_at_the_scale_that_overflowed():
+    ax = plotting.plot_loss_scale(
+        history_of([False, False, True]), init_scale=jnp.asarray(2.0**10)
+    )
+    line, skipped = ax.lines
+    assert np.log2(line.get_ydata()).tolist() == [10, 9, 8, 8]
+    assert skipped.get_xdata().tolist() == [0, 1]
+    assert np.log2(skipped.get_ydata()).tolist() == [10, 9]
+
+
+@pytest.mark.parametrize("init_scale", [0.0, float("nan"), -1.0])
+def test_a_first_scale_that_no_step_can_have_used_is_refused(init_scale):
+    with pytest.raises(ValueError, match="`init_scale` must be positive, finite"):
+        plotting.plot_loss_scale(history_of([True]), init_scale=init_scale)
 
 
 def test_stacked_metrics_of_a_python_loop_are_drawn():
@@ -47,7 +70,7 @@ def test_stacked_metrics_of_a_python_loop_are_drawn():
         dicts.append(ols.loss_scale_metrics(state))
     history = jax.tree.map(lambda *x: jnp.stack(x), *dicts)
     ax = plotting.plot_loss_scale(history)
-    assert ax.lines[0].get_ydata().tolist() == [2.0**10, 2.0**9]
+    assert ax.lines[0].get_ydata().tolist() == [2.0**10, 2.0**10, 2.0**9]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +81,7 @@ def test_stacked_metrics_of_a_python_loop_are_drawn():
         ([], "or a list of a dict for each step, got"),
         (3, "must be one dict with"),
         (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
+        ({"loss_scale": [], "last_finite": []}, "must be stacked over"),
     ],
 )
 def test_an_argument_that_is_not_a_history_is_refused(history, message):
@@ -72,6 +96,14 @@ def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
     (line,) = beneath.lines
     assert (line.get_label(), list(line.get_ydata())) == ("float16", [8.0, 16.0])
     assert line.get_color() == above.lines[1].get_color()
+
+
+def test_a_fifth_run_shows_as_rings_where_it_lies_on_the_first():
+    above, _ = plotting.plot_training({name: [2.0, 1.0] for name in "abcde"}, {})
+    first, *_, last = above.lines
+    assert (first.get_marker(), last.get_marker()) == ("None", "o")
+    assert last.get_markersize() > last.get_linewidth()
+    assert first.get_linewidth() > 2 * last.get_linewidth()  # It is seen behind.
 
 
 def test_histograms_are_drawn_over_the_range_of_the_dtype():
@@ -125,6 +157,14 @@ def test_a_bar_is_drawn_for_every_leaf_and_scale():
         plotting.plot_underflow_by_leaf({"step": jnp.arange(2)})
 
 
+def test_the_axis_of_shares_ends_a_little_beyond_the_longest_bar():
+    quarter = jnp.asarray([1e-9, 1.0, 1.0, 1.0])
+    ax = plotting.plot_underflow_by_leaf([quarter, jnp.ones(2)])
+    assert ax.get_xlim() == pytest.approx((0, 25 * 1.05))
+    for grads in (jnp.ones(2), jnp.full(2, 1e-9)):
+        assert plotting.plot_underflow_by_leaf(grads).get_xlim() == (0, 100)
+
+
 def test_every_plot_is_drawn_into_the_axes_it_is_given():
     _, axes = plt.subplots(3)
     histogram = diagnostics.exponent_histogram(jnp.ones(1))
@@ -150,15 +190,11 @@ def test_without_matplotlib_plotting_says_what_to_install():
 
 
 def test_a_list_of_metrics_is_drawn_as_the_same_metrics_stacked():
-    rule = ols.dynamic_loss_scale(8.0, growth_interval=1)
-    state, metrics = rule.init(), []
-    for finite in (True, False, True):
-        state = rule.adjust(state, finite)
-        metrics.append(ols.loss_scale_metrics(state))
-    ax = ols.plotting.plot_loss_scale(metrics)
-    scales, skipped = (line.get_ydata() for line in ax.lines)
-    np.testing.assert_array_equal(scales, [16, 8, 16])
-    np.testing.assert_array_equal(skipped, [8])
+    history = history_of([True, True, False, True])
+    dicts = [jax.tree.map(lambda x, t=t: x[t], history) for t in range(4)]
+    of_arrays, of_list = map(plotting.plot_loss_scale, (history, dicts))
+    for stacked, listed in zip(of_arrays.lines, of_list.lines, strict=True):
+        np.testing.assert_array_equal(stacked.get_xydata(), listed.get_xydata())
 
 
 @pytest.mark.parametrize("name", ["scale", "training", "histogram", "underflow"])
