@@ -18,6 +18,7 @@ Tree = Any
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "sgd": optax.sgd(1e-3),
     "sgd with momentum": optax.sgd(1e-3, momentum=0.9),
     "lion": optax.lion(1e-4),
     "adafactor": optax.adafactor(1e-3),
