@@ -30,20 +30,10 @@ MODULES = [
 
 def public_paths() -> list[str]:
     """Every public name with its module, such as `optax_lossscale.loss_scaled`."""
-    modules = [(name, importlib.import_module(name)) for name in MODULES]
     return [
-        f"{path}.{name}"
-        for path, module in modules
-        for name in getattr(module, "__all__", None) or functions_of(module)
-    ]
-
-
-def functions_of(module: Any) -> list[str]:
-    """The public functions that a module without `__all__` defines."""
-    return [
-        name
-        for name, value in inspect.getmembers(module, inspect.isfunction)
-        if value.__module__ == module.__name__ and not name.startswith("_")
+        f"{module}.{name}"
+        for module in MODULES
+        for name in importlib.import_module(module).__all__
     ]
 
 

@@ -1,7 +1,6 @@
 """The documentation's pages have every public name: its API reference and its tour."""
 
 import importlib
-import inspect
 import pathlib
 import re
 
@@ -20,21 +19,11 @@ MODULES = [
 ]
 
 
-def names_in(module):
-    if hasattr(module, "__all__"):
-        return module.__all__
-    functions = inspect.getmembers(module, inspect.isfunction)
-    own = [name for name, value in functions if value.__module__ == module.__name__]
-    return [name for name in own if not name.startswith("_")]
-
-
-def public_paths():
-    for path in MODULES:
-        for name in names_in(importlib.import_module(path)):
-            yield f"{path}.{name}"
-
-
-PUBLIC = sorted(public_paths())
+PUBLIC = sorted(
+    f"{module}.{name}"
+    for module in MODULES
+    for name in importlib.import_module(module).__all__
+)
 TOUR = (DOCS / "tour.md").read_text()
 LINKED = re.findall(r"\{py:\w+\}`~?(?:[^`<]*<)?([\w.]+)", TOUR)
 
