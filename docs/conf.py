@@ -22,6 +22,8 @@ def copy_notebooks() -> None:
 
 copy_notebooks()
 
+import matplotlib.font_manager  # noqa: E402, F401  # Makes its cache; pages would warn.
+
 import optax_lossscale  # noqa: E402
 
 pyproject = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
@@ -95,5 +97,4 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "navbar_persistent": [],  # The sidebar has the search field.
     "show_toc_level": 2,
-    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
 }
