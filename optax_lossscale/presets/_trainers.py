@@ -37,8 +37,8 @@ def apex(
         nonfinite:  s = max(s / 2, min_loss_scale);  u = 0
 
     Departure: apex adjusts its scale once for each loss, while this rule adjusts it
-    once in each step. If you have several losses, keep one state for each loss; the
-    notebook `06_coming_from` shows how.
+    once in each step. If you have several losses, keep one state for each loss, as in
+    `docs/migration/apex.md`.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.

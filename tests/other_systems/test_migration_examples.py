@@ -1,8 +1,8 @@
 """The examples on the pages of other systems, and the recipes for them, as tests.
 
 Keras 3 and R's keras3, MindSpore's guides, and recipes. The pages of PyTorch and
-tf.keras are in `test_pytorch_page.py` and `test_tf_keras_page.py`. The notebook
-06_coming_from shows the same to read.
+tf.keras are in `test_pytorch_page.py` and `test_tf_keras_page.py`. The pages in
+docs/migration show the same to read.
 """
 
 import jax

@@ -283,7 +283,7 @@ def test_parameters_and_scale_follow_torch(trajectory):
     "trajectory", [t for t in trajectories("torch") if "two_optimizers" in t.id]
 )
 def test_two_optimizers_under_one_scale_follow_torch(trajectory):
-    # The recipe of the notebook 06_coming_from.
+    # The recipe in docs/migration/pytorch.md.
     rule = ols.presets.torch(**trajectory["config"])
     shared = rule.init()
     tx = lenient(ols.loss_scaled(torch_inner(trajectory), ols.static_loss_scale(1.0)))
