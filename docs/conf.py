@@ -75,7 +75,6 @@ intersphinx_mapping = {
 
 html_theme = "sphinx_book_theme"
 html_title = f"{project} {release}"
-html_static_path = ["_static"]
 html_copy_source = False
 html_theme_options = {
     "repository_url": repository,
@@ -87,5 +86,18 @@ html_theme_options = {
     "use_download_button": False,
     "show_navbar_depth": 1,
     "show_toc_level": 2,
-    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    # The bar of the theme below this one. Its hidden button would take the clicks of the
+    # button that opens the sidebar on a phone.
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
+}
+html_context = {
+    "default_mode": "auto",
+    # The notebooks that Sphinx shows are copies of those in the folder `notebooks`.
+    "edit_page_provider_name": "GitHub",
+    "edit_page_url_template": repository
+    + "/edit/main/{% if not file_name.startswith('notebooks/') %}docs/{% endif %}"
+    "{{ file_name }}",
 }
