@@ -75,6 +75,8 @@ intersphinx_mapping = {
 
 html_theme = "sphinx_book_theme"
 html_title = f"{project} {release}"
+html_static_path = ["_static"]
+html_css_files = ["phone.css"]
 html_copy_source = False
 html_theme_options = {
     "repository_url": repository,
@@ -86,8 +88,8 @@ html_theme_options = {
     "use_download_button": False,
     "show_navbar_depth": 1,
     "show_toc_level": 2,
-    # The bar of the theme below this one. Its hidden button would take the clicks of the
-    # button that opens the sidebar on a phone.
+    # The parent theme's bar is left out: its hidden button would take the clicks of
+    # the button that opens the sidebar on a phone.
     "navbar_start": [],
     "navbar_center": [],
     "navbar_end": [],

@@ -101,7 +101,9 @@ def test_the_site_has_a_page_for_every_source_and_no_other():
     docs = {path.removeprefix("docs/") for path in SOURCES if path.endswith(".md")}
     docs -= {"benchmarks/README.md", "CHANGELOG.md"}  # Included by others.
     sources = docs | {path for path in SOURCES if path.endswith(".ipynb")}
-    written = {str(pathlib.PurePosixPath(path).with_suffix(".html")) for path in sources}
+    written = {
+        str(pathlib.PurePosixPath(path).with_suffix(".html")) for path in sources
+    }
     made_by_sphinx = {"genindex.html", "py-modindex.html", "search.html"}
     assert set(PAGES) - made_by_sphinx == written
 

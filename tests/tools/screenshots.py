@@ -1,6 +1,6 @@
 """Takes screenshots of six pages of the built documentation, light and dark.
 
-    python tests/tools/screenshots.py FOLDER
+python tests/tools/screenshots.py FOLDER
 """
 
 import pathlib
@@ -8,7 +8,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from helpers.site import SITE, new_page, open_browser, serve  # noqa: E402
+from helpers.site import SITE, new_page, open_browser, serve
 
 PAGES = (
     "index",
