@@ -1,12 +1,15 @@
 """The package as a whole: its files, their order of imports, README, CONTRIBUTING."""
 
 import ast
+import html.parser
 import importlib.metadata
 import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
+import cmarkgfm
 import jax
 import jax.numpy as jnp
 import pytest
@@ -138,8 +141,113 @@ def test_importing_the_package_loads_neither_flax_nor_matplotlib():
 
 def test_readme_is_short_and_its_first_code_is_early():
     lines = README.splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 200
     assert lines.index("```python") < 30
+
+
+def prose(text):
+    """The lines of a Markdown text outside tables and code."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+
+
+def test_readme_wraps_its_prose_at_100_columns():
+    # A line that is one link or image, such as a badge, cannot be wrapped.
+    long = [line for line in prose(README) if len(line) > 100 and " " in line.strip()]
+    assert long == []
+
+
+class TableParser(html.parser.HTMLParser):
+    """Collects each table row of a page: its text, and the contents of its `code`."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.open = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.open.add(tag)
+        if tag == "tr":
+            self.rows.append(("", []))
+        if tag == "code" and "tr" in self.open:
+            self.rows[-1][1].append("")
+
+    def handle_endtag(self, tag):
+        self.open.discard(tag)
+
+    def handle_data(self, data):
+        if "tr" in self.open:
+            text, code = self.rows[-1]
+            self.rows[-1] = (text + data, code)
+            if "code" in self.open:
+                code[-1] += data
+
+
+NUMBER = r"\d+\*\*-?\d+|__\w+__|\d+(?:[.,:]\d+)*"
+
+
+def table_rows(text):
+    """The rows of the tables of a Markdown source, without links' targets."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        if re.match(r" *\|", line) and not re.fullmatch(r"[ |:-]+", line):
+            yield re.sub(r"\]\([^)]*\)", "]", line)
+
+
+def differences(text):
+    """The table rows in which GitHub shows other numbers or code than written."""
+    shown = TableParser(cmarkgfm.github_flavored_markdown_to_html(text)).rows
+    written = list(table_rows(text))
+    assert len(shown) == len(written)
+    for row, (shown_text, shown_code) in zip(written, shown, strict=True):
+        numbers = re.findall(NUMBER, row) == re.findall(NUMBER, shown_text)
+        code = [part.replace("\\|", "|") for part in re.findall(r"`([^`]+)`", row)]
+        if not numbers or code != shown_code:
+            yield row
+
+
+@pytest.mark.parametrize("path", ["README.md", "benchmarks/README.md"])
+def test_github_shows_the_numbers_and_the_code_of_every_table(path):
+    assert list(differences((ROOT / path).read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "quoted"),
+    [("2**0 2**0", "`2**0 2**0`"), ("__matmul__ 3", "`__matmul__` 3")],
+)
+def test_numbers_that_github_would_print_in_bold_are_found(cell, quoted):
+    table = "| a |\n|---|\n| {} |\n"
+    assert list(differences(table.format(cell))) == [f"| {cell} |"]
+    assert list(differences(table.format(quoted))) == []
+
+
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+TEXTS = ("*.md", "*.toml", "*.cff", "docs/**/*.md", "docs/*.py", "notebooks/*.ipynb")
+TEXTS += ("benchmarks/*.md", "optax_lossscale/**/*.py")
+
+
+def test_every_file_has_the_addresses_of_pyproject():
+    slug = URLS["Repository"].removeprefix("https://github.com/")
+    name = re.escape(slug.split("/")[1])
+    host = r"(?:github\.com|githubusercontent\.com|google\.com/github)"
+    repository = re.compile(rf"{host}/([\w.-]+/(?:optax_lossscale|{name}))\b")
+    site = re.compile(rf"https://[\w-]+\.github\.io/(?:optax_lossscale|{name})/?")
+    for pattern in TEXTS:
+        for path in ROOT.glob(pattern):
+            if "_build" not in path.parts:
+                text = path.read_text()
+                assert set(repository.findall(text)) <= {slug}, path
+                sites = {found.rstrip("/") for found in site.findall(text)}
+                assert sites <= {URLS["Documentation"].rstrip("/")}, path
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"repository-code: {URLS['Repository']}\n" in citation
+    assert f"url: {URLS['Documentation']}\n" in citation
+
+
+def test_the_workflow_publishes_what_contributings_line_builds():
+    section = CONTRIBUTING.split("\n## Build the documentation\n")[1]
+    (line,) = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    assert f"run: {line}\n" in (ROOT / ".github/workflows/docs.yml").read_text()
 
 
 def test_readme_python_blocks_run_one_after_another():
@@ -165,7 +273,7 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
 
 
 def test_contributing_is_short_and_its_rule_works():
-    assert len(CONTRIBUTING.splitlines()) <= 150
+    assert len(CONTRIBUTING.splitlines()) <= 170
     (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING, flags=re.DOTALL)
     assert len(block.splitlines()) <= 10
     namespace = {"jnp": jnp, "ols": ols}
