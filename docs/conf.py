@@ -95,10 +95,9 @@ html_theme_options = {
     "use_edit_page_button": True,
     "use_download_button": False,
     "show_navbar_depth": 1,
-    "navbar_persistent": [],  # The sidebar has the search field.
     "show_toc_level": 2,
-    # The parent theme's bar is left out: its hidden button would take the clicks of
-    # the button that opens the sidebar on a phone.
+    # The parent theme's bar is left out: the sidebar has a search field too, and on a
+    # phone its hidden button would take the clicks of the one that opens the sidebar.
     "navbar_start": [],
     "navbar_center": [],
     "navbar_end": [],

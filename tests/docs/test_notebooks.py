@@ -11,7 +11,6 @@ import pytest
 from helpers.compat import IS_JAX_0_7
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-TUTORIALS = [path for path in NOTEBOOKS if path.stem != "06_coming_from"]
 
 
 def read(path):
@@ -51,7 +50,7 @@ def test_a_notebook_is_short_and_begins_with_its_question(path):
     assert "?" in cells[0].source
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_tutorial_says_how_to_open_it_in_colab_and_how_to_install(path):
     first = read(path).cells[0].source
     (address,) = re.findall(r"\[!\[Open in Colab\]\([^)]*\)\]\(([^)]*)\)", first)
@@ -62,7 +61,7 @@ def test_a_tutorial_says_how_to_open_it_in_colab_and_how_to_install(path):
     assert '`pip install ".[demo]"' in " ".join(first.split())
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_headings_of_a_tutorial_are_one_title_and_then_sections(path):
     texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
     levels = re.findall(r"^(#+) ", "\n".join(texts), flags=re.MULTILINE)
@@ -70,7 +69,7 @@ def test_the_headings_of_a_tutorial_are_one_title_and_then_sections(path):
     assert levels[1:] == ["##"] * (len(levels) - 1)
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_tutorial_stores_no_warnings_and_every_link_to_a_notebook_works(path):
     cells = read(path).cells
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
