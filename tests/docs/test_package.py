@@ -89,10 +89,12 @@ def test_the_drawing_in_contributing_shows_every_file_and_folder():
     packages.discard("optax_lossscale/__init__.py")
     assert set(FILES) == files - packages
     drawn = {folder for folder in FOLDERS if not folder.startswith("optax_lossscale/")}
-    for top in ("tests", "notebooks", "benchmarks"):
+    # Made by Python and by Sphinx.
+    made = {"tests/__pycache__/", "docs/_build/", "docs/notebooks/"}
+    for top in ("tests", "docs", "notebooks", "benchmarks"):
         below = [path for path in (ROOT / top).iterdir() if path.is_dir()]
         below = [path for path in below if path.name[0] != "." and list(path.glob("*"))]
-        names = {f"{top}/{path.name}/" for path in below} - {f"{top}/__pycache__/"}
+        names = {f"{top}/{path.name}/" for path in below} - made
         assert {folder for folder in drawn if folder.startswith(top)} == {
             f"{top}/",
             *names,
@@ -282,7 +284,7 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
 
 
 def test_contributing_is_short():
-    assert len(CONTRIBUTING.splitlines()) <= 150
+    assert len(CONTRIBUTING.splitlines()) <= 160
 
 
 def test_citation_and_changelog_name_this_version():
@@ -294,3 +296,28 @@ def test_citation_and_changelog_name_this_version():
         f"## [{ols.__version__}] - {date}"
     )
     assert f"version = {{{ols.__version__}}}" in (ROOT / "docs/cite.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        ("fast tests", []),
+        ("slow tests", ["-m", "slow"]),
+        (
+            "known bugs of ten other systems",
+            ["-m", "", "tests/other_systems/test_known_bugs.py"],
+        ),
+    ],
+)
+def test_contributing_counts_as_many_tests_as_pytest_collects(check, arguments):
+    row = CONTRIBUTING.split(f"\n| {check} |")[1].partition("\n")[0]
+    result = row.rsplit(" | ", 1)[1]
+    passed = int(re.match(r"\d+", result)[0])
+    skipped = re.search(r"(\d+) skipped", result)
+    # A file that is skipped as a whole is one skipped test, and none that is collected.
+    most = passed + (int(skipped[1]) if skipped else 0)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    collected = int(re.search(r"(\d+)(?:/\d+)? tests collected", printed)[1])
+    assert passed <= collected <= most
