@@ -95,6 +95,19 @@ html_theme_options = {
     "use_edit_page_button": True,
     "use_download_button": False,
     "show_navbar_depth": 1,
-    "navbar_persistent": [],  # The sidebar has the search field.
     "show_toc_level": 2,
+    # The parent theme's bar is left out: the sidebar has a search field too, and on a
+    # phone its hidden button would take the clicks of the one that opens the sidebar.
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
+}
+html_context = {
+    "default_mode": "auto",
+    # The notebooks that Sphinx shows are copies of those in the folder `notebooks`.
+    "edit_page_provider_name": "GitHub",
+    "edit_page_url_template": repository
+    + "/edit/main/{% if not file_name.startswith('notebooks/') %}docs/{% endif %}"
+    "{{ file_name }}",
 }

@@ -79,7 +79,7 @@ def scaled_value_and_grad(
     """
     if not callable(fun):
         raise TypeError(
-            f"`fun` must be a function, got a {type(fun).__name__}. (Pass the function "
+            f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
             "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
         )
     get_loss_scale(state)  # Raises here rather than at the first call.

@@ -119,8 +119,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     Args:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.
-      new: A pytree of arrays of any shape and dtype. Leaves that are no arrays are
-        returned as they are.
+      new: A pytree of arrays of any shape and dtype. Leaves that are not arrays
+        are returned as they are.
       old: A pytree of the same structure and shapes.
 
     Returns:

@@ -368,7 +368,7 @@ def as_verdict(grads_finite: jax.typing.ArrayLike, state: LossScaleState) -> jax
     """
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            f"`state` must be a LossScaleState, got a {type(state).__name__}. (Did you "
+            f"`state` must be a LossScaleState, got {type(state).__name__}. (Did you "
             "mean `find_loss_scale_state(opt_state)`?)"
         )
     is_one = dtype_of(grads_finite) is not None or isinstance(grads_finite, float | int)

@@ -93,9 +93,9 @@ def loss_scaled(
         loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
         loss_scaled(optax.MultiSteps(optax.adamw(1e-3), 4))
 
-    If `MultiSteps` were outside, one NaN would poison it for ever. Whatever skips bad
-    steps by itself, such as `optax.apply_if_finite`, must not be outside either: it
-    hides them from the rule, so the scale does not back off. Functions that read the
+    A `MultiSteps` outside would keep a NaN forever. Nor should anything be outside that
+    skips bad steps by itself, such as `optax.apply_if_finite`: it would hide them from
+    the rule, so the scale would not back off. Functions that read the
     state of the inner optimizer take `opt_state.inner_state`. A state holds a learning
     rate only if the optimizer was made by `optax.inject_hyperparams`; for any other,
     `optax.tree.get(opt_state, "learning_rate")` returns None.

@@ -264,7 +264,9 @@ def headroom_bits(
         headroom_bits = log2(finfo(dtype).max / (max(abs(tree)) * scale))
 
     Args:
-      tree: Any pytree, usually unscaled gradients.
+      tree: Any pytree, usually unscaled gradients. Under `autocast` the gradients of
+        parameters are computed in float32, so look at those of activations, which can
+        overflow.
       scale: `f32[]`, dimensionless, positive. Entries are multiplied by it.
       dtype: A floating dtype.
 

@@ -39,8 +39,9 @@ def public_paths() -> list[str]:
 
 def path_of(name: str, page: str) -> str | None:
     """The public path that a name means in the docstring of `page`, if there is one."""
-    module = page.rpartition(".")[0]
-    for path in (f"{module}.{name}", f"optax_lossscale.{name}", name):
+    parts = page.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    for path in [*(f"{prefix}.{name}" for prefix in prefixes), name]:
         if path in PATHS and path != page:
             return path
     return None
@@ -143,9 +144,9 @@ def process_signature(
         written = written.replace(parameters=[*written.parameters.values()][1:])
     if what == "class":
         written = written.replace(return_annotation=inspect.Signature.empty)
-    arguments, arrow, result = stringify_signature(
-        written, unqualified_typehints=True
-    ).rpartition(" -> ")
+    text = stringify_signature(written, unqualified_typehints=True)
+    # Sphinx writes `Callable[..., Any]` of `collections.abc` with two brackets.
+    arguments, arrow, result = text.replace("[[...]", "[...").rpartition(" -> ")
     return (arguments, result) if arrow else (result, None)
 
 
@@ -159,7 +160,8 @@ def resolve(
     in_signature = node.parent.tagname in ("desc_sig_name", "desc_returns")
     if node.get("refdomain") != "py" or not in_signature:
         return None
-    path = path_of(node["reftarget"].rpartition(".")[2], page="")
+    page = str(node.get("py:module"))
+    path = path_of(node["reftarget"].rpartition(".")[2], page)
     if path is None:
         return text
     domain = env.domains["py"]

@@ -70,9 +70,9 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     `autocast` it is the function itself.
 
     * *Inputs* are all float32 arrays in the arguments, also in pytrees such as Equinox
-      modules. Other arguments pass through. So do modules of `flax.nnx` and
-      `flax.linen`, with their parameters, what `fun` is bound to and what it closes
-      over: pass such arrays as arguments.
+      modules. Other arguments pass through, and so do modules of `flax.nnx` and
+      `flax.linen` with their parameters. Arrays to which `fun` is bound, or that it
+      closes over, are not cast either: pass them as arguments.
     * *Masks.* An argument of the function under `autocast`, or a number such as -1e9,
       that is beyond the range of the low dtype becomes the largest number of its sign
       instead of infinite. Other inputs become infinite.

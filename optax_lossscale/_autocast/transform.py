@@ -112,16 +112,16 @@ def autocast(
       in float32.
     * *Gradients* of float32 parameters are float32 sums. The product that gives one has
       operands in the low dtype and a float32 result, and this result is summed over
-      devices, over the steps of a loop and over several uses of a parameter. So it is
-      for a weight that is computed from parameters without a product, a loop or a
-      branch, such as `w / norm(w)`. There is one exception. GPUs have no convolution
+      devices, over the steps of a loop and over several uses of a parameter. The same
+      holds for a weight that is computed from parameters without a product, a loop or
+      a branch, such as `w / norm(w)`. There is one exception. GPUs have no convolution
       with a float32 result; if a sharded `jit` distributes one over several GPUs, its
       weight gradient is summed over them in the low dtype. (Inside `pmap` and
       `shard_map` it is summed in float32.)
-    * *Dtypes.* Only float32 arrays are cast. What your code makes float16 stays so,
-      even in an exponential. float64, complex, integer, bool and key arrays pass
-      through. Loop carries and branch results keep their dtypes, and so do the results
-      of the function.
+    * *Dtypes.* Only float32 arrays are cast. An array that your code casts to float16
+      stays float16, even in an exponential. float64, complex, integer, bool and key
+      arrays pass through. Loop carries and branch results keep their dtypes, and so do
+      the results of the function.
     * *Functions with their own derivative rules* keep these rules.
     * *Rounding.* If a rounded value is read in float32 in the same program, XLA for GPU
       may leave out the rounding. The value is then more precise.
@@ -132,7 +132,8 @@ def autocast(
     outside the range of the dtype, such as `x + 1e-8`. Data are rounded too: beyond
     65504 they become infinite in products, and end at 65504 in sums. The gradient of a
     float16 value is rounded to float16, so that of `log(p + 1e-8)` may overflow at 0.
-    So is the gradient of a weight that is computed from parameters, even as `-w`.
+    The gradient of a weight that is computed from parameters, even as `-w`, is rounded
+    as well.
     To compute the whole loss function in float32, as MindSpore and apex do, wrap only
     the model in `autocast`. Normalization layers are recognized by the name of their
     class, their function or a `jax.named_scope`. Mark any other part that should stay
@@ -141,12 +142,12 @@ def autocast(
     **Fused kernels** are chosen when a function is traced, in float32. Mark one that
     needs low inputs, such as cuDNN's attention, with `low_precision`.
 
-    **Modules.** `fun` may be a module or a method of one, in its class or bound. What
-    a call changes in a module of `flax.nnx` or in a bound module of `flax.linen`, such
-    as batch statistics or dropout counts, reaches that module. For this an NNX module
-    must be an argument, be `fun` itself or be what `fun` is bound to, also by
-    `functools.partial`; a change of any other is refused. While a linen module makes
-    its parameters, nothing is cast.
+    **Modules.** `fun` may be a module or a method of one, in its class or bound. If a
+    call changes a module of `flax.nnx` or a bound module of `flax.linen`, such as its
+    batch statistics or dropout counts, the change reaches that module. For this an NNX
+    module must be an argument, be `fun` itself or be bound to `fun`, for example by
+    `functools.partial`; a change of any other NNX module raises an error. While a linen
+    module makes its parameters, nothing is cast.
 
     **Outside `jit`** the function is traced at each call, because what it reads may
     have changed. It is compiled once instead if it reads only its arguments, numbers,

@@ -101,8 +101,8 @@ class DynamicScale(struct.PyTreeNode):
     copies, and `to_state` carries a run over to it.
 
     Attributes:
-      growth_factor: Above 1. It is static, which means that it is no leaf of the
-        pytree, as are the next two and `minimum_scale`.
+      growth_factor: Above 1. It is static, that is, not a leaf of the pytree. So are
+        the next two and `minimum_scale`.
       backoff_factor: Strictly between 0 and 1.
       growth_interval: Finite steps in a row before the step that grows, at least 1.
         Infinity, or any number from `2**31 - 2` on, means never.

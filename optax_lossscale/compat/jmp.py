@@ -125,12 +125,12 @@ class NoOpLossScale:
         return self
 
     def to_state(self) -> LossScaleState:
-        """The state with which `loss_scaled(optimizer, no_loss_scale())` goes on."""
+        """Returns the state with which `no_loss_scale` continues the run."""
         return no_loss_scale().init()
 
     @classmethod
     def from_state(cls, state: PyTree) -> NoOpLossScale:
-        """The loss scale of a run under `no_loss_scale`.
+        """Returns the loss scale of a run under `no_loss_scale`.
 
         Args:
           state: Any pytree that holds exactly one `LossScaleState`, of that rule.
@@ -164,7 +164,7 @@ class StaticLossScale:
         gradients are flushed to zero: `1e-3 / 2**15` is zero there. A script that
         needs float16 gradients casts them back: `policy.cast_to_param(grads)`.
       * Integer and bool leaves, which cannot be gradients, are returned unchanged, and
-        so are leaves that are no numbers. jmp multiplies integers, and raises an error
+        so are leaves that are not numbers. jmp multiplies integers, and raises an error
         for the rest.
       * The scale and its reciprocal are float32. With 64-bit numbers jmp has scales
         beyond float32, and may round the reciprocal of other scales than powers of two
@@ -207,7 +207,7 @@ class StaticLossScale:
         return self
 
     def to_state(self) -> LossScaleState:
-        """The state with which a run goes on under `static_loss_scale`.
+        """Returns the state with which `static_loss_scale` continues the run.
 
             static_loss_scale(loss_scale).init()
 
@@ -219,7 +219,7 @@ class StaticLossScale:
 
     @classmethod
     def from_state(cls, state: PyTree) -> StaticLossScale:
-        """The loss scale of a run under `static_loss_scale`.
+        """Returns the loss scale of a run under `static_loss_scale`.
 
         Args:
           state: Any pytree that holds exactly one `LossScaleState`, of that rule.
@@ -361,7 +361,7 @@ class DynamicLossScale:
         return dataclasses.replace(self, loss_scale=s, counter=n)
 
     def to_state(self) -> LossScaleState:
-        """The state with which a run goes on under `presets.jmp` with these settings.
+        """Returns the state with which `presets.jmp` continues the run.
 
         Pass it to `loss_scaled` in a `LossScaledState`, beside the optimizer's state.
         The counts of steps, which jmp does not keep, start at 0.
@@ -386,7 +386,7 @@ class DynamicLossScale:
         factor: float = 2,
         min_loss_scale: jax.typing.ArrayLike = 1.0,
     ) -> DynamicLossScale:
-        """The loss scale of a run under `presets.jmp`.
+        """Returns the loss scale of a run under `presets.jmp`.
 
         Args:
           state: Any pytree that holds exactly one `LossScaleState`, such as the
@@ -457,7 +457,7 @@ def all_finite(tree: PyTree) -> jax.Array:
 
         all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
 
-    Departure: leaves that are no numbers count as finite, where jmp raises an error.
+    Departure: leaves that are not numbers count as finite, where jmp raises an error.
 
     Args:
       tree: Leaves of any dtype and shape. An empty tree is finite.

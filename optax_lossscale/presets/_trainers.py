@@ -170,8 +170,8 @@ def deepspeed(
     `min_scale` is `min_loss_scale`, and `delayed_shift` is `hysteresis`. A `loss_scale`
     other than 0 in that section corresponds to `static_loss_scale`.
 
-    Departure: DeepSpeed can raise an error at `min_scale`, if its option
-    `raise_error_at_min_scale` is set.
+    Departure: DeepSpeed raises an error at `min_scale`, unless its option
+    `raise_error_at_min_scale` is off. This rule goes on at `min_scale`.
 
     Args:
       init_scale: First scale, from `2**-126` to `2**126`.

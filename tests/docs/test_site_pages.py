@@ -1,4 +1,4 @@
-"""The documentation's pages have every public name: its API reference and its tour."""
+"""The documentation's pages: the API reference, the tour, and how it works."""
 
 import importlib
 import pathlib
@@ -50,3 +50,13 @@ def test_the_tour_links_to_every_public_name(path):
 @pytest.mark.parametrize("name", ols.__all__)
 def test_the_help_of_the_package_names_every_public_name(name):
     assert f"`{name}`" in ols.__doc__
+
+
+@pytest.mark.parametrize("page", ["check", "mask", "evaluator", "cost"])
+def test_figures_on_how_it_works_are_those_of_the_measurements(page):
+    text = (DOCS / "how_it_works" / f"{page}.md").read_text()
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    figures = set(re.findall(r"\b\d+\.\d+(?:e-\d+)?\b", prose))
+    measurements = (DOCS.parent / "benchmarks" / "README.md").read_text()
+    versions = {"0.7", "0.12"}  # Of JAX.
+    assert [x for x in sorted(figures - versions) if x not in measurements] == []
