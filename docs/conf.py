@@ -9,14 +9,22 @@ HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE / "_extensions"))
 
 
+BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
+
+
 def copy_notebooks() -> None:
-    """Copies the notebooks to where Sphinx finds them, with links that work there."""
+    """Copies the notebooks to where Sphinx finds them.
+
+    Links are changed so that they work there, and the badge, which other hosts serve,
+    becomes text.
+    """
     folder = HERE / "notebooks"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for path in (HERE.parent / "notebooks").glob("*.ipynb"):
         text = path.read_text().replace("](../docs/", "](../")
         text = text.replace("](../benchmarks/README.md", "](../benchmarks.md")
+        text = text.replace(BADGE, "Open in Colab")
         (folder / path.name).write_text(text)
 
 
