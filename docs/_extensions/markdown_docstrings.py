@@ -123,6 +123,8 @@ def process_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     """Translates the docstring in place. Its own parameters never become links."""
+    if re.search(r"```|\]\(", "\n".join(lines)):
+        raise ValueError(f"{name}: fences and links are not translated.")
     parameters = {match[1] for line in lines if (match := re.match(r"  (\w+): ", line))}
     lines[:] = translate(lines, name, parameters)
 

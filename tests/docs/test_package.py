@@ -3,6 +3,7 @@
 import ast
 import html.parser
 import importlib.metadata
+import operator
 import pathlib
 import re
 import subprocess
@@ -220,6 +221,38 @@ def test_numbers_that_github_would_print_in_bold_are_found(cell, quoted):
     table = "| a |\n|---|\n| {} |\n"
     assert list(differences(table.format(cell))) == [f"| {cell} |"]
     assert list(differences(table.format(quoted))) == []
+
+
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-")
+        for text in headings
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+)
+def test_links_within_the_repository_lead_somewhere(name):
+    text = (ROOT / name).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            workflow = re.search(r"/actions/(workflows/[\w.]+)", target)
+            assert workflow is None or (ROOT / ".github" / workflow[1]).exists(), target
+            continue
+        path, _, anchor = target.partition("#")
+        found = (ROOT / name).parent / path if path else ROOT / name
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_name_of_the_package_in_readme_and_documentation_exists():
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        if "_build" not in path.parts:
+            for name in re.findall(r"`ols\.([A-Za-z_][\w.]*)", path.read_text()):
+                operator.attrgetter(name.rstrip("."))(ols)
 
 
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]

@@ -8,6 +8,7 @@ import functools
 import html.parser
 import pathlib
 import posixpath
+import re
 import tomllib
 import urllib.parse
 
@@ -112,6 +113,12 @@ def test_every_link_to_the_site_or_the_repository_leads_somewhere():
     broken = {(page, link) for page in PAGES for link in parse(page).links}
     broken = {(page, link) for page, link in broken if is_broken(page, link)}
     assert broken == set()
+
+
+def test_no_page_shows_a_power_as_bold_text():
+    # Markdown turns the unquoted `2**3 to 2**4` into 2, bold text, and 4.
+    for page in PAGES:
+        assert not re.search(r"\d<strong>", (SITE / page).read_text()), page
 
 
 def test_a_link_that_leads_nowhere_is_found():
