@@ -108,6 +108,11 @@ def master_weights(
     shrinks a thousandfold or more in one step, float32 may not hold
     `round(m) - params`. Then the master is set to the new value of the parameter.
 
+    Add the updates with `optax.apply_updates`, which keeps the parameters' dtypes.
+    Equinox's `apply_updates` makes them float32, so after each step cast the model
+    back: `cast_params(eqx.apply_updates(model, updates))`, with the same `dtype` and
+    `keep` as at the start.
+
     It may go around `loss_scaled` or inside it. The results are the same, except that
     inside, the option `check_updates` also skips a step that would take a float16
     parameter to infinity. If anything else changes a half-precision parameter, the next

@@ -3,6 +3,7 @@
 import pickle
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -272,3 +273,50 @@ def test_masters_of_abstract_parameters_are_zero():
     state = ols.master_weights(adam()).init(params)
     assert state.master_params["w"].tolist() == [0.0, 0.0]
     assert state.master_params["w"].dtype == jnp.float32
+
+
+class EquinoxModel(eqx.Module):
+    dense: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+
+
+def arrays(model):
+    return [np.asarray(x) for x in jax.tree.leaves(model) if eqx.is_array(x)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_equinox_model_cast_back_after_each_step_is_the_rounded_float32_run(dtype):
+    dense = eqx.nn.Linear(8, 4, key=jax.random.key(0))
+    model = EquinoxModel(dense, eqx.nn.LayerNorm(4), eqx.nn.Dropout(0.5))
+    model = ols.cast_params(model, dtype)
+    dtypes = [dtype, dtype, jnp.float32, jnp.float32]
+    tx = ols.loss_scaled(ols.master_weights(optax.sgd(2.0**-12)))
+    state = tx.init(model)
+
+    def add(model, grads, state):
+        updates, state = tx.update(grads, state, model)
+        with jax.numpy_dtype_promotion("standard"):
+            return eqx.apply_updates(model, updates), state
+
+    @eqx.filter_jit
+    def step(model, grads, state):
+        model, state = add(model, grads, state)
+        return ols.cast_params(model, dtype), state
+
+    def all_equal_to(value):
+        params = eqx.filter(model, eqx.is_array)
+        return ols.scale(optax.tree.full_like(params, value), state)
+
+    exact = [x.astype(np.float32) for x in arrays(model)]
+    for value in (1.0, 2.0, -1.0, 3.0, 1.0):
+        model, state = step(model, all_equal_to(value), state)
+        exact = [x - np.float32(2.0**-12 * value) for x in exact]
+        assert [x.dtype for x in arrays(model)] == dtypes
+        for x, master in zip(arrays(model), exact, strict=True):
+            np.testing.assert_array_equal(x, master.astype(x.dtype))
+    masters = arrays(state.inner_state.master_params)
+    jax.tree.map(np.testing.assert_array_equal, masters, exact)
+    assert model.dropout.p == 0.5
+    not_cast_back, _ = add(model, all_equal_to(1.0), state)
+    assert {x.dtype for x in arrays(not_cast_back)} == {np.dtype(np.float32)}
