@@ -211,8 +211,8 @@ def plot_exponent_histogram(
 
     Args:
       histograms: A mapping from labels, such as `"scaled by 2**15"`, to results of
-        `exponent_histogram`. Seven have colors of their own; the pairs of color and
-        line style repeat after 28.
+        `exponent_histogram`. Colours repeat after seven of them, and pairs of
+        colour and line style after 28.
       dtype: The floating dtype whose range is shaded.
       ax: Axes to draw into. None makes a new figure.
 
@@ -237,7 +237,8 @@ def plot_exponent_histogram(
     check_mapping("histograms", histograms, "'gradients': histogram")
     check_concrete("histograms", list(histograms.values()), _DRAW_OUTSIDE)
     lowest, normal, highest = _range_of(dtype)
-    ax = _axes(ax)
+    # Beneath the axes, the legend needs room.
+    ax = _axes(ax, height=max(4.0, 3.5 + 0.12 * len(histograms)))
     name = jnp.dtype(dtype).name
     ax.axvspan(
         normal - 0.5, highest + 0.5, color="#BBBBBB", lw=0, label=f"{name} range"
@@ -285,8 +286,8 @@ def plot_underflow_by_leaf(
     Args:
       tree: Unscaled gradients in float32.
       scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
-        are rounded. With an array `f32[n]`, each leaf gets a bar for each scale;
-        their colors repeat after seven.
+        are rounded. With an array `f32[n]`, each leaf gets a bar for each scale.
+        Colours repeat after seven scales.
       dtype: The floating dtype in which entries are flushed.
       ax: Axes to draw into. None makes a new figure.
 
