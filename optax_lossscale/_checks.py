@@ -4,7 +4,7 @@ import argparse
 import io
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -62,9 +62,12 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
         # The scale is multiplied in float32, so the rounded factor must be in range.
         factor = float(number.astype(np.float32))
     if not low < factor < high:
+        with np.errstate(over="ignore", divide="ignore"):
+            is_inverted = low < 1 / number < high
+        hint = " (Did you pass its reciprocal?)" if is_inverted else ""
         raise ValueError(
             f"`{name}` must be strictly between {low:g} and {high:g} in float32, got "
-            f"{value}. (Did you pass its reciprocal?)"
+            f"{value}.{hint}"
         )
     if factor < SMALLEST_SCALE:
         raise ValueError(
@@ -72,6 +75,32 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
             "numbers to zero.)"
         )
     return factor
+
+
+def check_numbers(name: str, values: jax.typing.ArrayLike) -> np.ndarray:
+    """Returns an array of numbers or bools, and refuses strings and ragged lists."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # Its parts differ in shape.
+        array = np.asarray(None)
+    if array.dtype == object and all(isinstance(x, int | float) for x in array.flat):
+        array = array.astype(np.float64)  # Python's integers beyond 64 bits.
+    if array.dtype.kind in "OSU":
+        hint = " (Convert text: `float(text)`, or `text == 'True'` for a bool.)"
+        raise TypeError(
+            f"`{name}` must hold numbers or bools, and have one shape throughout, got "
+            f"{values!r:.60}.{hint if array.dtype.kind in 'SU' else ''}"
+        )
+    return array
+
+
+def check_mapping(name: str, value: object, meant: str) -> None:
+    """Refuses what is no mapping from labels, and says what may have been meant."""
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"`{name}` must map labels to {name.replace('_', ' ')}, got an object of "
+            f"type {type(value).__name__}. (Did you mean `{{{meant}}}`?)"
+        )
 
 
 def check_number(name: str, value: float, low: float, high: float = np.inf) -> float:
@@ -237,6 +266,7 @@ def check_picture_file(name: str) -> Path:
             raise ValueError("its name must have an ending such as .png.")
         figure = plt.figure(figsize=(1, 1))
         try:
+            figure.text(0, 0, "1")  # Some formats need LaTeX, but only for text.
             figure.savefig(io.BytesIO(), format=ending)
         finally:
             plt.close(figure)
@@ -258,10 +288,14 @@ def _as_float64(name: str, value: object) -> np.ndarray:
             f"`{name}` must be a concrete number, got {value!r}. (Settings are fixed "
             "when the program is traced.)"
         )
-    # NumPy's integers are too small for 2**126.
-    array = np.asarray(float(value) if type(value) is int else value)
+    try:
+        # NumPy's integers are too small for 2**126.
+        array = np.asarray(float(value) if type(value) is int else value)
+    except ValueError:  # Its parts differ in shape, as those of a state do.
+        array = np.asarray(None)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):
         raise TypeError(
-            f"`{name}` must be a number, got {value!r} of type {type(value).__name__}."
+            f"`{name}` must be a number, got {value!r:.60} of type "
+            f"{type(value).__name__}."
         )
     return array.astype(np.float64)

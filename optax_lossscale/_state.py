@@ -151,7 +151,7 @@ def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
             "`opt_state`, or restore into a target."
         )
         raise ValueError(
-            "the tree must hold a LossScaleState, got none in a "
+            "the tree must hold a LossScaleState, got none in a tree of type "
             f"{type(tree).__name__}. ({hint})"
         )
     return found

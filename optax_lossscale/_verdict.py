@@ -85,10 +85,10 @@ def as_leaf(name: str, verdict: jax.typing.ArrayLike | None) -> jax.Array | None
     if verdict is None:
         return None
     # Without this check a loss passed by mistake would count as True, even if NaN.
-    if not jnp.issubdtype(jnp.result_type(verdict), bool):
+    if not jnp.issubdtype(getattr(verdict, "dtype", type(verdict)), jnp.bool_):
+        meant = "loss < threshold" if name == "accept" else "jnp.isfinite(loss)"
         raise TypeError(
-            f"`{name}` must be a bool, got {verdict!r}. (Did you mean "
-            "`jnp.isfinite(loss)`?)"
+            f"`{name}` must be a bool, got {verdict!r}. (Did you mean `{meant}`?)"
         )
     if jnp.shape(verdict) != ():
         raise ValueError(

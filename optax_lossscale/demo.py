@@ -261,6 +261,14 @@ def plot(runs: dict[str, Run], file: Path) -> None:
     matplotlib.pyplot.close()
 
 
+def check_seed(text: str) -> int:
+    """Returns the seed of a random key; a `type` for `argparse`."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        message = f"must be an integer from 0 to 2**32 - 1, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the given arguments, or those of the process if None."""
     parser = argparse.ArgumentParser(
@@ -268,23 +276,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train on real digits in float32, float16 and bfloat16, with and "
         "without a loss scale.",
     )
+    add = parser.add_argument
     seed_help = "seeds of weights and batches; the table has a figure for each"
-    parser.add_argument(
-        "--seed", type=int, nargs="+", default=[0], metavar="N", help=seed_help
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1000, metavar="N", help="(default: 1000)"
-    )
-    parser.add_argument(
-        "--rule", choices=RULES, default="dynamic", help="rule of float16_dynamic"
-    )
-    parser.add_argument(
-        "--autocast", action="store_true", help="cast the float32 network by autocast"
-    )
-    parser.add_argument(
-        "--json", type=check_output_file, metavar="FILE", help="write the results here"
-    )
-    parser.add_argument(
+    add("--seed", type=check_seed, nargs="+", default=[0], metavar="N", help=seed_help)
+    add("--steps", type=int, default=1000, metavar="N", help="(default: 1000)")
+    add("--rule", choices=RULES, default="dynamic", help="rule of float16_dynamic")
+    add("--autocast", action="store_true", help="cast the float32 network by autocast")
+    add("--json", type=check_output_file, metavar="FILE", help="write the results here")
+    add(
         "--plot",
         type=check_picture_file,
         metavar="FILE",
@@ -292,6 +291,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="write the picture here (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
+    if arguments.json and arguments.json.resolve() == arguments.plot.resolve():
+        parser.error(f"--json and --plot must be two files, got {arguments.json} twice")
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1, got {arguments.steps}")
     return arguments

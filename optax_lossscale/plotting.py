@@ -22,7 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import check_concrete, check_float_dtype, check_scale
+from optax_lossscale._checks import (
+    check_concrete,
+    check_float_dtype,
+    check_mapping,
+    check_numbers,
+    check_scale,
+)
 from optax_lossscale._tree import floating_leaves
 from optax_lossscale._types import Metrics, PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
@@ -39,22 +45,24 @@ __all__ = [  # noqa: RUF022, in the order of this file.
 
 # Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
 # differ too, because one curve may lie on another: the first is a wide band, and the
-# last has rings.
+# fifth has rings.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
 _DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
+_SELECT_ONE = (
+    " (To draw one device or ensemble member, pass `jax.tree.map(lambda x: x[:, 0], "
+    "history)`, with `x[0]` instead if `history` is a list or steps come last.)"
+)
+# Rings are apart by a share of the diagonal of the axes.
+_RINGS = {"marker": "o", "markevery": 0.06, "markerfacecolor": "none"}
 STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linewidth": 6, "alpha": 0.25},
+    {"color": BLACK, "linewidth": 6, "alpha": 0.25},
     {"color": RED, "linewidth": 1.5},
     {"color": ORANGE, "linewidth": 1.5},
     {"color": BLUE, "linewidth": 1.5, "linestyle": "--"},
-    {
-        "color": GREEN,
-        "linewidth": 1.5,
-        "linestyle": ":",
-        "marker": "o",
-        "markevery": 0.06,  # A share of the diagonal of the axes.
-        "markerfacecolor": "none",
-    },
+    {"color": GREEN, "linewidth": 1.5, "linestyle": ":", **_RINGS},
+    {"color": PURPLE, "linewidth": 1.5, "linestyle": "-."},
+    {"color": SKY, "linewidth": 1.5, "linestyle": (0, (8, 2))},
 )
 
 
@@ -88,7 +96,8 @@ def plot_loss_scale(
       ImportError: If matplotlib is missing.
       ValueError: If `history` lacks a key, is empty, or is not stacked, or if
         `init_scale` is not a usable loss scale.
-      TypeError: If `init_scale` is not a number, or if it is called inside `jit`.
+      TypeError: If `init_scale` is not a number, if `history` holds strings or steps
+        whose shapes differ, or if it is called inside `jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -105,14 +114,14 @@ def plot_loss_scale(
       [0 2] [1024.  512.]
     """
     check_concrete("history", history, _DRAW_OUTSIDE)
-    history = _stacked(history)
-    after = np.asarray(history["loss_scale"])
-    finite = np.asarray(history["last_finite"]).astype(bool)
+    stacked = _stacked(history)
+    after = check_numbers("history['loss_scale']", stacked["loss_scale"])
+    finite = check_numbers("history['last_finite']", stacked["last_finite"]) != 0
     if after.ndim != 1 or finite.shape != after.shape or not after.size:
+        hints = {0: " (Pass a list of the dicts, one for each step.)", 1: ""}
         raise ValueError(
             f"`history` must be stacked over steps, got shapes {after.shape} and "
-            f"{finite.shape}. (To draw one device or ensemble member, select its part: "
-            "`jax.tree.map(lambda x: x[0], history)`.)"
+            f"{finite.shape}.{hints.get(after.ndim, _SELECT_ONE)}"
         )
     first = after[0] if init_scale is None else check_scale("init_scale", init_scale)
     scales = np.concatenate([[first], after])  # Step t used scales[t].
@@ -126,7 +135,11 @@ def plot_loss_scale(
         ax.plot(skipped, scales[skipped], "x", color=RED, label=label)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="loss scale")
-    ax.locator_params(axis="x", integer=True)
+    from matplotlib.ticker import MaxNLocator
+
+    # Given axes may be logarithmic, or have ticks of their own.
+    if isinstance(ax.xaxis.get_major_locator(), MaxNLocator):
+        ax.locator_params(axis="x", integer=True)
     ax.grid(alpha=0.3)
     ax.legend()
     return ax
@@ -142,7 +155,7 @@ def plot_training(
 
     Args:
       losses: A mapping from the label of each run to its losses, `f32[steps]` and
-        positive. Line styles repeat after five runs.
+        positive. Line styles repeat after seven runs.
       loss_scales: A mapping from some or all of these labels to the loss scale that
         each step of the run used, `f32[steps]`, dimensionless: what
         `get_loss_scale(opt_state)` returns before each update. The scale after the last
@@ -154,7 +167,8 @@ def plot_training(
 
     Raises:
       ImportError: If matplotlib is missing.
-      TypeError: If it is called inside `jit`.
+      TypeError: If `losses` or `loss_scales` is not a mapping or holds strings, or if
+        it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -162,12 +176,16 @@ def plot_training(
       >>> [ax.get_ylabel() for ax in ols.plotting.plot_training(run, run)]
       ['training loss', 'loss scale']
     """
-    check_concrete("losses", (dict(losses), dict(loss_scales)), _DRAW_OUTSIDE)
+    check_mapping("losses", losses, "'float16': losses")
+    check_mapping("loss_scales", loss_scales, "'float16': loss_scales")
+    runs = [*losses.values(), *loss_scales.values()]
+    check_concrete("losses", runs, _DRAW_OUTSIDE)
     loss_ax, scale_ax = _axes(ax, rows=2, height=6.0)
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
-        loss_ax.semilogy(np.asarray(loss), label=_shown(name), **style)
+        values = check_numbers(f"losses[{name!r}]", loss)
+        loss_ax.semilogy(values, label=_shown(name), **style)
         if name in loss_scales:
-            scales = np.asarray(loss_scales[name])
+            scales = check_numbers(f"loss_scales[{name!r}]", loss_scales[name])
             scale_ax.plot(scales, drawstyle="steps-post", label=_shown(name), **style)
     scale_ax.set_yscale("log", base=2)
     loss_ax.set(ylabel="training loss")
@@ -193,7 +211,8 @@ def plot_exponent_histogram(
 
     Args:
       histograms: A mapping from labels, such as `"scaled by 2**15"`, to results of
-        `exponent_histogram`.
+        `exponent_histogram`. Colours repeat after seven of them, and pairs of
+        colour and line style after 28.
       dtype: The floating dtype whose range is shaded.
       ax: Axes to draw into. None makes a new figure.
 
@@ -215,23 +234,21 @@ def plot_exponent_histogram(
       MindSpore's guide to mixed precision, and Micikevicius et al., ICLR 2018,
       figure 3 (https://arxiv.org/abs/1710.03740), show such histograms.
     """
-    if not isinstance(histograms, Mapping):
-        raise TypeError(
-            "`histograms` must map labels to histograms, got a "
-            f"{type(histograms).__name__}. (Did you mean `{{'gradients': histogram}}`?)"
-        )
-    check_concrete("histograms", dict(histograms), _DRAW_OUTSIDE)
+    check_mapping("histograms", histograms, "'gradients': histogram")
+    check_concrete("histograms", list(histograms.values()), _DRAW_OUTSIDE)
     lowest, normal, highest = _range_of(dtype)
-    ax = _axes(ax)
+    # Beneath the axes, the legend needs room.
+    ax = _axes(ax, height=max(4.0, 3.5 + 0.12 * len(histograms)))
     name = jnp.dtype(dtype).name
     ax.axvspan(
         normal - 0.5, highest + 0.5, color="#BBBBBB", lw=0, label=f"{name} range"
     )
     label = f"{name} subnormal: bits lost"
     ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
-    styles = ((RED, "-"), (BLUE, "--"), (GREEN, "-."), (ORANGE, ":"))
-    styled_histograms = zip(cycle(styles), histograms.items(), strict=False)
-    for (color, style), (label, histogram) in styled_histograms:
+    colors = cycle((RED, BLUE, GREEN, ORANGE, PURPLE, SKY, BLACK))
+    styles = cycle(("-", "--", "-.", ":"))
+    styled_histograms = zip(colors, styles, histograms.items(), strict=False)
+    for color, style, (label, histogram) in styled_histograms:
         exponents = np.asarray(histogram.exponents)
         counts = np.asarray(histogram.counts)
         undrawn = {
@@ -270,6 +287,7 @@ def plot_underflow_by_leaf(
       tree: Unscaled gradients in float32.
       scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
         are rounded. With an array `f32[n]`, each leaf gets a bar for each scale.
+        Colours repeat after seven scales.
       dtype: The floating dtype in which entries are flushed.
       ax: Axes to draw into. None makes a new figure.
 
@@ -279,7 +297,8 @@ def plot_underflow_by_leaf(
     Raises:
       ImportError: If matplotlib is missing.
       ValueError: If the tree has no floating leaf, or `scale` is empty or not positive.
-      TypeError: If `dtype` is not a floating dtype, or if it is called inside `jit`.
+      TypeError: If `scale` holds anything but numbers, if `dtype` is not a floating
+        dtype, or if it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -291,7 +310,7 @@ def plot_underflow_by_leaf(
     name = jnp.dtype(check_float_dtype("dtype", dtype)).name
     check_concrete("tree", (tree, scale), _DRAW_OUTSIDE)
     leaves = floating_leaves(tree)
-    factors = np.atleast_1d(np.asarray(scale, np.float32))
+    factors = np.atleast_1d(check_numbers("scale", scale).astype(np.float32))
     if not leaves or not factors.size:
         raise ValueError(
             "`tree` must have a floating leaf, and `scale` a number, got "
@@ -300,7 +319,7 @@ def plot_underflow_by_leaf(
     ax = _axes(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
     rows = np.arange(len(leaves))
     height = 0.8 / len(factors)
-    colors = (BLUE, ORANGE, GREEN, RED)
+    colors = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
     largest = 0.0
     for index, factor in enumerate(factors):
         shares = [
@@ -323,8 +342,8 @@ def plot_underflow_by_leaf(
     return ax
 
 
-def _stacked(history: Metrics | Sequence[Metrics]) -> Metrics:
-    """The metrics of a run as one dict of arrays over its steps."""
+def _stacked(history: Metrics | Sequence[Metrics]) -> Mapping[str, Any]:
+    """The metrics of a run as one dict of arrays, or lists, over its steps."""
     names = {"loss_scale", "last_finite"}
     steps = [history] if isinstance(history, Mapping) else history
     is_metrics = isinstance(steps, Sequence) and all(
@@ -339,12 +358,12 @@ def _stacked(history: Metrics | Sequence[Metrics]) -> Metrics:
     if isinstance(history, Mapping):
         return history
     fetched = jax.device_get(list(steps))
-    return {name: np.stack([metrics[name] for metrics in fetched]) for name in names}
+    return {name: [metrics[name] for metrics in fetched] for name in names}
 
 
-def _shown(label: str) -> str:
+def _shown(label: object) -> str:
     """Pads a label that starts with an underscore, which matplotlib would hide."""
-    return f" {label}" if label.startswith("_") else label
+    return f" {label}" if str(label).startswith("_") else str(label)
 
 
 def _axes(ax: Any, rows: int = 1, height: float = 4.0) -> Any:

@@ -16,6 +16,7 @@ from optax_lossscale import demo
 README = pathlib.Path(__file__).parents[2] / "README.md"
 
 FIGURES = {"accuracy", "final_loss", "skipped_steps", "final_scale", "flushed_to_zero"}
+DEFAULT = "loss_scale_demo.png"
 VARIANTS = {"float32", "float16", "float16_static", "float16_dynamic", "bfloat16"}
 
 
@@ -159,6 +160,30 @@ def test_zero_steps_are_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         demo.main(["--steps", "0"])
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", str(2**32), "-1", "one"])
+def test_a_seed_outside_32_bits_is_refused(seed, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        demo.main(["--seed", "0", seed])
+    message = f"--seed: must be an integer from 0 to 2**32 - 1, got {seed}"
+    assert message in capsys.readouterr().err
+
+
+def test_the_largest_seed_makes_a_key():
+    seed = demo.parse_arguments(["--seed", str(2**32 - 1)]).seed
+    assert seed == [2**32 - 1]
+    assert jax.random.key(seed[0]).shape == ()
+
+
+def test_results_and_picture_in_one_file_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "train", None)  # It is never called.
+    for files in (["--json", "a.png", "--plot", "./a.png"], ["--json", DEFAULT]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            demo.main(files)
+        message = f"--json and --plot must be two files, got {files[1]} twice"
+        assert message in capsys.readouterr().err
 
 
 WITHOUT_EACH_PACKAGE = """

@@ -1,6 +1,7 @@
 """The checks of settings by themselves; each setting is tested with its rule."""
 
 import os
+import shutil
 import sys
 from argparse import ArgumentTypeError
 
@@ -21,6 +22,34 @@ def test_the_error_for_a_setting_without_an_upper_limit_names_no_upper_limit():
         ValueError, match=r"^`x` must be finite, at least 0, got -1.0.$"
     ):
         check_number("x", -1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_inverted"),
+    [
+        ("growth_factor", 0.5, True),
+        ("growth_factor", 1.0, False),
+        ("growth_factor", 0.0, False),
+        ("growth_factor", 1e-320, False),
+        ("growth_factor", -2.0, False),
+        ("growth_factor", float("nan"), False),
+        ("backoff_factor", 2.0, True),
+        ("backoff_factor", 1.0, False),
+    ],
+)
+def test_only_a_factor_whose_reciprocal_would_do_is_called_inverted(
+    name, value, is_inverted
+):
+    with pytest.raises(ValueError, match=f"`{name}` must be strictly") as error:
+        ols.dynamic_loss_scale(**{name: value})
+    assert ("Did you pass its reciprocal?" in str(error.value)) is is_inverted
+
+
+def test_a_state_is_refused_as_a_setting():
+    # NumPy's own error was a ValueError on an inhomogeneous shape.
+    state = ols.dynamic_loss_scale().init()
+    with pytest.raises(TypeError, match=r"`init_scale` must be a number, .*type Loss"):
+        ols.dynamic_loss_scale(state)
 
 
 DTYPE_SETTINGS = {
@@ -102,6 +131,14 @@ def test_a_picture_that_matplotlib_cannot_draw_is_refused(tmp_path, name, reason
     assert check_picture_file(str(tmp_path / "picture.svg"))
     assert not list(tmp_path.iterdir())
     assert not plt.get_fignums()
+
+
+@pytest.mark.skipif(shutil.which("xelatex") is not None, reason="LaTeX is installed")
+def test_a_picture_whose_text_needs_latex_is_refused_without_it(tmp_path):
+    # An empty picture is drawn without LaTeX.
+    with pytest.raises(ArgumentTypeError, match=r"cannot draw .*xelatex"):
+        check_picture_file(str(tmp_path / "picture.pgf"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_is_refused_if_matplotlib_is_missing(monkeypatch, tmp_path):

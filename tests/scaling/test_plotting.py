@@ -81,12 +81,110 @@ def test_stacked_metrics_of_a_python_loop_are_drawn():
         ([], "or a list of a dict for each step, got"),
         (3, "must be one dict with"),
         (ols.loss_scale_metrics(ols.no_loss_scale().init()), "must be stacked over"),
-        ({"loss_scale": [], "last_finite": []}, "must be stacked over"),
+        ({"loss_scale": [], "last_finite": []}, r"got shapes \(0,\) and \(0,\)\.$"),
+        ({"loss_scale": 8.0, "last_finite": True}, "Pass a list of the dicts, one for"),
     ],
 )
 def test_an_argument_that_is_not_a_history_is_refused(history, message):
     with pytest.raises(ValueError, match=message):
         plotting.plot_loss_scale(history)
+
+
+@pytest.mark.parametrize("values", [["512.0", "256.0"], [jnp.ones(2), 256.0], [None]])
+def test_a_history_that_does_not_hold_numbers_is_refused_and_not_drawn(values):
+    # Text read back from a CSV file was drawn as categories, and "False" as True.
+    history = {"loss_scale": values, "last_finite": [True] * len(values)}
+    message = r"`history\['loss_scale'\]` must hold numbers or bools, .*, got \["
+    with pytest.raises(TypeError, match=message):
+        plotting.plot_loss_scale(history)
+    dicts = [{"loss_scale": x, "last_finite": True} for x in values]
+    with pytest.raises(TypeError, match=message):
+        plotting.plot_loss_scale(dicts)
+
+
+def test_verdicts_as_text_are_refused_with_how_to_convert_them():
+    history = {"loss_scale": [8.0, 4.0], "last_finite": ["True", "False"]}
+    with pytest.raises(TypeError, match=r"`history\['last_finite.*text == 'True'` for"):
+        plotting.plot_loss_scale(history)
+
+
+def test_the_hint_for_several_devices_selects_one_device_and_not_one_step():
+    scales = jnp.asarray([8.0, 4.0, 4.0])
+    finite = jnp.asarray([True, False, True])
+    stacked = {"loss_scale": scales, "last_finite": finite}
+    history = jax.tree.map(lambda x: jnp.stack([x] * 4, axis=1), stacked)
+    listed = [jax.tree.map(lambda x, t=t: x[t], history) for t in range(3)]
+    hint = r"x\[:, 0\], history\)`, with `x\[0\]` instead if `history` is a list or"
+    for several in (history, listed):
+        with pytest.raises(ValueError, match=hint):
+            plotting.plot_loss_scale(several)
+    for one in (
+        jax.tree.map(lambda x: x[:, 0], history),
+        jax.tree.map(lambda x: x[0], listed),
+    ):
+        line, skipped = plotting.plot_loss_scale(one).lines
+        assert line.get_ydata().tolist() == [8.0, 8.0, 4.0, 4.0]
+        assert skipped.get_xdata().tolist() == [1]
+
+
+def test_an_optimizer_state_is_refused_as_a_scale():
+    state = ols.dynamic_loss_scale().init()
+    with pytest.raises(TypeError, match="`init_scale` must be a number, got LossScale"):
+        plotting.plot_loss_scale(history_of([True]), init_scale=state)
+    with pytest.raises(TypeError, match=r"`scale` must hold numbers .* got Loss"):
+        plotting.plot_underflow_by_leaf(jnp.ones(1), scale=state)
+
+
+def test_integers_beyond_64_bits_are_scales_too():
+    ax = plotting.plot_underflow_by_leaf(jnp.ones(1), scale=[1, 2**70])
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert labels == ["scale 2**0", "scale 2**70"]
+
+
+def test_runs_without_labels_are_refused():
+    with pytest.raises(TypeError, match=r"`losses` must map labels to losses, got an "):
+        plotting.plot_training([1.0], {})
+    with pytest.raises(TypeError, match=r"mean `{'float16': loss_scales}`\?"):
+        plotting.plot_training({}, [1.0])
+
+
+def test_losses_as_text_are_refused():
+    with pytest.raises(TypeError, match=r"`losses\['a'\]` must hold numbers"):
+        plotting.plot_training({"a": ["2.0", "10.0"]}, {})
+
+
+def test_labels_may_be_integers_such_as_seeds_beside_text():
+    histogram = diagnostics.exponent_histogram(jnp.ones(1))
+    ax = plotting.plot_exponent_histogram({0: histogram, "a": histogram})
+    above, beneath = plotting.plot_training({0: [1.0], "a": [1.0]}, {0: [8.0]})
+    assert [text.get_text() for text in ax.get_legend().get_texts()[2:]] == ["0", "a"]
+    assert [line.get_label() for line in above.lines] == ["0", "a"]
+    assert [line.get_label() for line in beneath.lines] == ["0"]
+
+
+def test_seven_runs_histograms_and_scales_look_different():
+    names = "abcdefg"
+    histogram = diagnostics.exponent_histogram(jnp.ones(1))
+    above, _ = plotting.plot_training({name: [2.0, 1.0] for name in names}, {})
+    lines = {(line.get_color(), line.get_linestyle()) for line in above.lines}
+    histograms = plotting.plot_exponent_histogram(dict.fromkeys(names, histogram))
+    stairs = {
+        (patch.get_edgecolor(), patch.get_linestyle())
+        for patch in histograms.patches[2:]
+    }
+    scales = 2.0 ** np.arange(7)
+    bars = plotting.plot_underflow_by_leaf(jnp.ones(1), scale=scales).patches
+    assert len(lines) == len(stairs) == len({bar.get_facecolor() for bar in bars}) == 7
+
+
+def test_a_loss_scale_is_drawn_into_axes_with_ticks_of_their_own():
+    _, (logarithmic, fixed) = plt.subplots(2)
+    logarithmic.set_xscale("log")
+    fixed.set_xticks([0, 2])
+    for ax in (logarithmic, fixed):
+        plotting.plot_loss_scale(history_of([True, True]), ax=ax)
+    assert logarithmic.get_xscale() == "log"
+    assert fixed.get_xticks().tolist() == [0, 2]
 
 
 def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
@@ -143,7 +241,7 @@ def test_without_runs_two_empty_axes_are_drawn():
 
 def test_a_histogram_without_a_label_is_refused():
     histogram = diagnostics.exponent_histogram(jnp.ones(1))
-    with pytest.raises(TypeError, match="`histograms` must map labels to histograms"):
+    with pytest.raises(TypeError, match="map labels to histograms, got an object"):
         plotting.plot_exponent_histogram(histogram)
 
 

@@ -103,8 +103,13 @@ def test_find_unwraps_the_arrays_of_an_nnx_optimizer():
 
 
 def test_find_without_a_state_says_what_to_wrap():
-    with pytest.raises(ValueError, match=r"got none in a dict.*`loss_scaled\(optim"):
+    with pytest.raises(ValueError, match=r"in a tree of type dict\. .*`loss_scaled\("):
         ols.find_loss_scale_state({"a": jnp.ones(2)})
+    plain = nnx.Optimizer(
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param
+    )
+    with pytest.raises(ValueError, match=r"got none in a tree of type Optimizer\."):
+        ols.find_loss_scale_state(plain)
 
 
 @pytest.mark.parametrize("tree", [TX, ols.dynamic_loss_scale()], ids=["tx", "rule"])

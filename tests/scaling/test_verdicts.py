@@ -136,6 +136,28 @@ def test_without_a_verdict_no_loss_scale_counts_nothing():
     assert_same_bits(new.loss_scale_state, opt_state.loss_scale_state)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("accept", "loss < threshold"), ("grads_finite", r"jnp.isfinite\(loss\)")],
+)
+@pytest.mark.parametrize("value", [1.0, jnp.float32(1.0), lambda: True, "bool", [True]])
+def test_the_error_for_a_verdict_that_is_no_bool_says_what_it_may_be(
+    name, meant, value
+):
+    tx, opt_state = make("dynamic")
+    message = rf"`{name}` must be a bool, got .*\(Did you mean `{meant}`\?\)$"
+    with pytest.raises(TypeError, match=message):
+        tx.update(GRADS, opt_state, PARAMS, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["accept", "grads_finite"])
+@pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_])
+def test_a_verdict_may_be_a_bool_of_python_numpy_or_jax(name, kind):
+    tx, opt_state = make("dynamic")
+    _, new = tx.update(GRADS, opt_state, PARAMS, **{name: kind(False)})
+    assert new.loss_scale_state.total_notfinite == 1
+
+
 @pytest.mark.parametrize("name", ["accept", "grads_finite"])
 def test_a_verdict_that_is_no_bool_or_no_scalar_is_refused_by_its_name(name):
     tx, opt_state = make("dynamic")
