@@ -5,7 +5,7 @@ Train a model that was written for float32 in float16:
     >>> import jax.numpy as jnp, optax, optax_lossscale as ols
     >>> params, x, y = jnp.zeros(3), jnp.ones((8, 3)), jnp.ones(8)
     >>> loss_fn = ols.autocast(lambda params, x, y: jnp.mean((x @ params - y) ** 2))
-    >>> tx = ols.loss_scaled(optax.adamw(1e-3))
+    >>> tx = ols.loss_scaled(optax.sgd(0.1))
     >>> opt_state = tx.init(params)
 
 Each step, usually inside `jax.jit`, is then

@@ -3,6 +3,7 @@
 import ast
 import html.parser
 import importlib.metadata
+import importlib.util
 import operator
 import pathlib
 import re
@@ -332,6 +333,10 @@ def test_citation_and_changelog_name_this_version():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None,
+    reason="the counts are those without tests for TPUs",
+)
 @pytest.mark.parametrize(
     ("check", "arguments"), [("fast tests", []), ("slow tests", ["-m", "slow"])]
 )
