@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
-# JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`.
+# JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
+# and those of `compat.flax` with Flax.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -19,7 +20,10 @@ cd "$scratch" # So that nothing is imported from the checkout.
 for built in dist/*; do
   python3.11 -m venv --clear bare
   bare/bin/pip install -q "$built" pytest
-  doctests --pyargs optax_lossscale --ignore-glob='*/plotting.py' --ignore-glob='*/demo.py'
+  doctests --pyargs optax_lossscale --ignore-glob='*/plotting.py' \
+    --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py'
   bare/bin/pip install -q "$built[plot]"
   doctests --pyargs optax_lossscale.plotting
+  bare/bin/pip install -q flax
+  doctests --pyargs optax_lossscale.compat.flax
 done
