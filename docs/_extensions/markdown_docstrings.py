@@ -8,7 +8,6 @@ becomes a link where it names something public.
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import textwrap
@@ -18,23 +17,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.inspect import stringify_signature
 
-MODULES = [
-    "optax_lossscale",
-    "optax_lossscale.presets",
-    "optax_lossscale.diagnostics",
-    "optax_lossscale.plotting",
-    "optax_lossscale.compat.flax",
-    "optax_lossscale.compat.jmp",
-]
-
-
-def public_paths() -> list[str]:
-    """Every public name with its module, such as `optax_lossscale.loss_scaled`."""
-    return [
-        f"{module}.{name}"
-        for module in MODULES
-        for name in importlib.import_module(module).__all__
-    ]
+from public_names import public_paths
 
 
 def path_of(name: str, page: str) -> str | None:

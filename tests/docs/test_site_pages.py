@@ -1,29 +1,15 @@
 """The documentation's pages: the API reference, the tour, and how it works."""
 
-import importlib
 import pathlib
 import re
 
 import pytest
 
 import optax_lossscale as ols
+from public_names import MODULES, public_paths
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-MODULES = [
-    "optax_lossscale",
-    "optax_lossscale.presets",
-    "optax_lossscale.diagnostics",
-    "optax_lossscale.plotting",
-    "optax_lossscale.compat.flax",
-    "optax_lossscale.compat.jmp",
-]
-
-
-PUBLIC = sorted(
-    f"{module}.{name}"
-    for module in MODULES
-    for name in importlib.import_module(module).__all__
-)
+PUBLIC = sorted(public_paths())
 TOUR = (DOCS / "tour.md").read_text()
 LINKED = re.findall(r"\{py:\w+\}`~?(?:[^`<]*<)?([\w.]+)", TOUR)
 
