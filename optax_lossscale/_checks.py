@@ -79,10 +79,7 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
 
 def check_numbers(name: str, values: jax.typing.ArrayLike) -> np.ndarray:
     """Returns an array of numbers or bools, and refuses strings and ragged lists."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # Its parts differ in shape.
-        array = np.asarray(None)
+    array = _as_numpy(values)
     if array.dtype == object and all(isinstance(x, int | float) for x in array.flat):
         array = array.astype(np.float64)  # Python's integers beyond 64 bits.
     if array.dtype.kind in "OSU":
@@ -282,17 +279,22 @@ def _one_float64(name: str, value: object) -> np.ndarray:
     return number
 
 
+def _as_numpy(value: object) -> np.ndarray:
+    """An array, of one object if the parts of `value` differ in shape."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
+
+
 def _as_float64(name: str, value: object) -> np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"`{name}` must be a concrete number, got {value!r}. (Settings are fixed "
             "when the program is traced.)"
         )
-    try:
-        # NumPy's integers are too small for 2**126.
-        array = np.asarray(float(value) if type(value) is int else value)
-    except ValueError:  # Its parts differ in shape, as those of a state do.
-        array = np.asarray(None)
+    # NumPy's integers are too small for 2**126.
+    array = _as_numpy(float(value) if type(value) is int else value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):
         raise TypeError(
             f"`{name}` must be a number, got {value!r:.60} of type "
