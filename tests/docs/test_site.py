@@ -70,11 +70,8 @@ def parse(path):
     return PageParser((SITE / path).read_text())
 
 
-def pages():
-    return sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
-
-
-PAGES = [page for page in pages() if not page.startswith("_static/")]
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
+PAGES = [page for page in PAGES if not page.startswith("_static/")]
 
 
 def is_broken(page, link):
