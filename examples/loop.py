@@ -1,0 +1,168 @@
+"""The loop that the example programs share: devices, reports, checkpoints and pictures.
+
+A program describes its task with four functions, and `train` does the rest:
+
+    start() -> state                       parameters, optimizer state, random keys
+    batch_of(index) -> batch               numpy arrays; the same index, the same batch
+    step(state, batch) -> (state, loss)    one step of training
+    evaluate(state) -> figures             a dict of scalars for a report
+
+`state` is a pytree of arrays that holds everything that a step changes. A checkpoint
+holds this state, and a batch depends on the number of its step only. So a run that was
+killed continues with the same bits as if it had never stopped.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+# A run may continue with other values of these, because they do not change its numbers.
+FREE_OPTIONS = ("folder", "json", "plot", "coordinator", "process")
+
+
+def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
+    """Returns a mesh of the devices of all processes. Call it before other JAX code."""
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    if getattr(options, "coordinator", None):
+        where = options.coordinator, options.processes, options.process
+        jax.distributed.initialize(*where)
+    count = options.devices * jax.process_count()
+    if count > jax.device_count():
+        raise SystemExit(f"JAX has {jax.device_count()} devices, not {count}")
+    devices = jax.devices()[:count]
+    return jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=devices)
+
+
+def train(
+    options: argparse.Namespace,
+    mesh: jax.sharding.Mesh,
+    start: Callable[[], Any],
+    batch_of: Callable[[int], Any],
+    step: Callable[[Any, Any], tuple[Any, jax.Array]],
+    evaluate: Callable[[Any], dict[str, jax.Array]],
+) -> Any:
+    """Trains from the start or the last checkpoint, and returns the final state."""
+    everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+
+    def split(x: Any) -> NamedSharding:
+        """Splits the longest axis of a large array over the devices, if it divides."""
+        longest = max(range(x.ndim), key=lambda axis: x.shape[axis], default=0)
+        if options.mesh == "data" or x.size < 1024 or x.shape[longest] % mesh.size:
+            return everywhere
+        return NamedSharding(mesh, P(*[None] * longest, "data"))
+
+    def spread(x: np.ndarray) -> jax.Array:
+        """Gives each device its rows. Every process has the whole batch."""
+        return jax.make_array_from_callback(x.shape, by_row, lambda rows: x[rows])
+
+    shardings = jax.tree.map(split, jax.eval_shape(start))
+    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
+    evaluate = jax.jit(evaluate, out_shardings=everywhere)
+    journal = Journal(options)
+    state = journal.restore(jax.jit(start, out_shardings=shardings)())
+    bar = tqdm(total=options.steps, initial=journal.count, disable=journal.is_quiet)
+    for count in range(journal.count + 1, options.steps + 1):
+        state, loss = step(state, jax.tree.map(spread, batch_of(count - 1)))
+        bar.update()
+        if count % options.report == 0 or count == options.steps:
+            figures = journal.add(count, {"loss": loss, **evaluate(state)}, state)
+            bar.set_postfix(loss=figures["loss"], loss_scale=figures["loss_scale"])
+    bar.close()
+    journal.finish()
+    return state
+
+
+class Journal:
+    """Keeps the reports of a run in a log, for TensorBoard, and in its checkpoints."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Opens the folder of the run, if it has one."""
+        self.options, self.folder = options, options.folder
+        self.count, self.records = 0, []  # Steps so far, and their reports.
+        self.is_quiet = jax.process_index() > 0
+        self.settings = {
+            name: value if isinstance(value, int | float) else str(value)
+            for name, value in vars(options).items()
+            if name not in FREE_OPTIONS
+        }
+        if self.folder is not None:
+            self.folder = self.folder.absolute()
+            keep = ocp.CheckpointManagerOptions(max_to_keep=2)
+            self.manager = ocp.CheckpointManager(
+                self.folder / "checkpoints", options=keep
+            )
+
+    def restore(self, state: Any) -> Any:
+        """Returns the state of the last checkpoint, or else the given one."""
+        if self.folder is None:
+            return state
+        if (count := self.manager.latest_step()) is not None:
+            notes = ocp.args.JsonRestore()
+            saved = ocp.args.Composite(
+                state=ocp.args.StandardRestore(state), notes=notes
+            )
+            saved = self.manager.restore(count, args=saved)
+            if saved.notes["settings"] != self.settings:
+                raise SystemExit(f"{self.folder} holds a run with other options")
+            state, self.count, self.records = saved.state, count, saved.notes["records"]
+        if not self.is_quiet:
+            lines = [json.dumps(record) + "\n" for record in self.records]
+            (self.folder / "log.jsonl").write_text("".join(lines))
+            self.writer = SummaryWriter(str(self.folder), purge_step=self.count + 1)
+        return state
+
+    def add(self, count: int, figures: dict[str, Any], state: Any) -> dict[str, float]:
+        """Adds the report of a step, saves a checkpoint, and returns the figures."""
+        figures = {name: np.asarray(x).item() for name, x in figures.items()}
+        self.records.append({"step": count, **figures})
+        if self.folder is None:
+            return figures
+        if not self.is_quiet:
+            with (self.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(self.records[-1]) + "\n")
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value, count)
+            self.writer.flush()
+        notes = ocp.args.JsonSave({"settings": self.settings, "records": self.records})
+        saved = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=notes)
+        self.manager.save(count, args=saved)
+        return figures
+
+    def finish(self) -> None:
+        """Prints the last report, and writes the files that were asked for."""
+        if self.folder is not None:
+            self.manager.close()
+        if self.is_quiet:
+            return
+        last = self.records[-1]
+        print("  ".join(f"{name} {value:.6g}" for name, value in last.items()))
+        if self.options.json is not None:
+            result = {**last, "settings": self.settings, "records": self.records}
+            self.options.json.write_text(json.dumps(result, indent=1))
+        if self.options.plot is not None:
+            draw(self.records, self.options.plot)
+
+
+def draw(records: list[dict[str, float]], file: pathlib.Path) -> None:
+    """Draws each figure of the reports over the steps, one below the other."""
+    names = [name for name in records[0] if name != "step"]
+    figure, axes = plt.subplots(len(names), sharex=True, figsize=(6, 1.6 * len(names)))
+    for name, ax in zip(names, axes, strict=True):
+        ax.plot([x["step"] for x in records], [x[name] for x in records], marker=".")
+        ax.set_title(name, loc="left")
+        if name == "loss_scale":
+            ax.set_yscale("log", base=2)
+    axes[-1].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
