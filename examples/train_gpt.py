@@ -5,13 +5,6 @@
 Without `--text` it reads the topics of Python's `help()`, about 700 kB of English. It
 trains on the first nine tenths, and holds out the rest. `held_out_bits_per_byte` is its
 loss there in bits: a uniform guess has 8, and less is better.
-
-Two processes with two devices each share the parameters and the optimizer's state:
-
-    python examples/train_gpt.py --mesh fsdp --devices 2 --processes 2 \
-        --coordinator localhost:1234 --process 0 &
-    python examples/train_gpt.py --mesh fsdp --devices 2 --processes 2 \
-        --coordinator localhost:1234 --process 1
 """
 
 import math
