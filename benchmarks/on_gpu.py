@@ -14,10 +14,10 @@ is Flax with `dtype=float16`, and *O2, masters* is autocast with float16 paramet
 results and temporary arrays. The process holds more, because the steps of one precision
 are timed in turns, and all have parameters and state. If the GPU has not enough memory
 for a precision, its rows say so, and the others are still measured. GPUs before Ampere
-have no units for TF32 and bfloat16, so there XLA computes these rows in float32.
+have no units for TF32 and bfloat16, but these rows are measured there as well.
 
-With `--tiny` the models are so small that the script needs about a minute on a CPU.
-This shows that it runs to its end. The figures say nothing.
+With `--tiny` the models are so small that a CPU needs only a minute or two. This shows
+that the script runs to its end. The figures say nothing.
 """
 
 import argparse
