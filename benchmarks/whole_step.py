@@ -11,93 +11,24 @@ figures say little, and XLA counts the bytes of a loop once.
 """
 
 import argparse
-import statistics
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from _lib.costs import Cost, compile_step
-from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
-from _lib.steps import MODELS, OPTIMIZERS, SCALERS, WAYS, make_step
+from _lib.devices import DEVICE_NAMES, use_host_cpu
+from _lib.real_models import MODELS
+from _lib.step_times import Measured, measure
+from _lib.steps import SCALERS, WAYS, fitting
 from _lib.tables import print_tables, versions
 from optax_lossscale._checks import check_output_file
 
-ROUNDS = 30
-STEPS_OF_A_ROUND = 10
+FEW_MODELS = ["GPT", "ResNet-18", "LSTM"]
+FEW_WAYS = ["float32", "by hand", "autocast, O1", "autocast, O2", "masters"]
 FULL_WAY = "autocast, O1"  # With more optimizers and rules than the others.
-FITTING_WAY = {
-    "flax DynamicScale": "by hand",
-    "compat.flax DynamicScale": "by hand",
-    "loss_scaled, headroom": FULL_WAY,
-}
+OTHER_OPTIMIZERS = ["adamw, clipped", "adamw, accumulated"]
 
 
-class Measured(NamedTuple):
-    """What is measured of a step.
-
-    Attributes:
-      cost: The cost of the compiled step.
-      grad_bytes: Bytes of all gradients.
-      time_s: Seconds of a step, where there is a device.
-    """
-
-    cost: Cost
-    grad_bytes: int
-    time_s: float | None = None
-
-
-def measure(
-    platform: str, model: str, way: str, optimizer: str, scalers: list[str], small: bool
-) -> list[Measured]:
-    """Compiles a step with each scaler, and times them if the device is here."""
-    is_here = platform == "here"
-    device = jax.devices()[0] if is_here else device_of(platform)
-    measured, programs = [], []
-    for scaler in scalers:
-        run, args, grad_bytes = make_step(model, way, optimizer, scaler, small)
-        compiled, cost = compile_step(run, args, device)
-        measured.append(Measured(cost, grad_bytes))
-        if is_here:
-            programs.append((compiled, random_like(args)))
-    times = seconds(programs) if is_here else [None] * len(measured)
-    return [
-        each._replace(time_s=time_s)
-        for each, time_s in zip(measured, times, strict=True)
-    ]
-
-
-def random_like(shapes: Any) -> Any:
-    """Makes random arrays.
-
-    Floats are above zero, as second moments are. Integers differ too: a GPU adds the
-    gradients of equal tokens one after the other.
-    """
-    key = jax.random.key(0)
-
-    def fill(x):
-        high = 0.1 if jnp.issubdtype(x.dtype, jnp.floating) else 64
-        return jax.random.uniform(key, x.shape, maxval=high).astype(x.dtype)
-
-    return jax.tree.map(fill, shapes)
-
-
-def seconds(programs: list[tuple[Any, Any]]) -> list[float]:
-    """Returns the median time of a step of each program, which take turns."""
-    times: list[list[float]] = [[] for _ in programs]
-    carries = [list(args[:2]) for _, args in programs]
-    for _ in range(ROUNDS):
-        for i, (step, args) in enumerate(programs):
-            start = time.perf_counter()
-            for _ in range(STEPS_OF_A_ROUND):
-                carries[i][:] = step(*carries[i], *args[2:])[:2]
-            jax.block_until_ready(carries[i])
-            times[i].append((time.perf_counter() - start) / STEPS_OF_A_ROUND)
-    return [statistics.median(each[3:]) for each in times]
-
-
-def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
+def row(labels: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     """Describes a step beside the same step without loss scaling."""
     cost, bare_cost = own.cost, bare.cost
     limit = bare_cost.moved + bare.grad_bytes
@@ -105,7 +36,7 @@ def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     if own.time_s is not None and bare.time_s is not None:
         times["ms"] = f"{1e3 * own.time_s:.2f}"
         times["time / bare"] = f"{own.time_s / bare.time_s:.3f}"
-    return names | {
+    return labels | {
         "MB": f"{cost.moved / 1e6:.0f}",
         "/ limit": f"{cost.moved / limit:.3f}",
         "loss scaling's share": f"{1 - bare_cost.moved / cost.moved:.1%}",
@@ -118,13 +49,6 @@ def row(names: dict[str, str], own: Measured, bare: Measured) -> dict[str, str]:
     }
 
 
-def fits(scaler: str, way: str) -> bool:
-    """Whether a step with this scaler is measured in this way."""
-    if way == "float32":
-        return scaler == "none"
-    return way == FITTING_WAY.get(scaler, way)
-
-
 def rows_of(
     platform: str, model: str, ways: list[str], optimizers: list[str], scalers: Any
 ) -> list[dict[str, str]]:
@@ -134,16 +58,16 @@ def rows_of(
     rows = []
     for way in ways:
         for optimizer in optimizers:
-            fitting = [scaler for scaler in scalers if fits(scaler, way)]
-            measured = measure(platform, model, way, optimizer, fitting, is_small)
-            for scaler, own in zip(fitting, measured, strict=True):
-                names = {
+            names = fitting(scalers, way)
+            measured = measure(platform, model, way, optimizer, names, is_small)
+            for scaler, own in zip(names, measured, strict=True):
+                labels = {
                     "compiled for": "here, small" if is_small else where,
                     "precision": way,
                     "optimizer": optimizer,
                     "loss scaling": scaler,
                 }
-                rows.append(row(names, own, measured[0]))
+                rows.append(row(labels, own, measured[0]))
     return rows
 
 
@@ -157,8 +81,8 @@ def main() -> None:
         default=["cuda", "v100", "tpu"],
         help="compile for these; `here` also times the steps (default: all but this)",
     )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=FEW_MODELS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=FEW_WAYS)
     parser.add_argument(
         "--json", type=check_output_file, help="write the tables to a file"
     )
@@ -177,8 +101,8 @@ def main() -> None:
         for platform in arguments.platforms:
             rows = rows_of(platform, model, arguments.ways, ["adamw"], scalers)
             if FULL_WAY in arguments.ways and not arguments.quick:
-                others, few = list(OPTIMIZERS)[1:], ["none", "loss_scaled"]
-                rows += rows_of(platform, model, [FULL_WAY], others, few)
+                few = ["none", "loss_scaled"]
+                rows += rows_of(platform, model, [FULL_WAY], OTHER_OPTIMIZERS, few)
             tables[model] += rows
     title = f"{versions()}; limit: without loss scaling, and one read of the gradients"
     print_tables(title, tables, arguments.json)

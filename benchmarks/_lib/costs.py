@@ -17,6 +17,8 @@ class Cost(NamedTuple):
       moved: Bytes that the step reads from memory and writes to it.
       kernels: Number of kernels, counted as often as they run.
       temporaries: Bytes of temporary arrays.
+      memory: Bytes of arguments, results and temporary arrays together. A result that
+        takes the place of a donated argument is not counted again.
       trace_s: Seconds to trace.
       compile_s: Seconds to compile.
     """
@@ -24,6 +26,7 @@ class Cost(NamedTuple):
     moved: int
     kernels: int
     temporaries: int
+    memory: int
     trace_s: float
     compile_s: float
 
@@ -46,5 +49,8 @@ def compile_step(
     moved, kernels = bytes_and_kernels(compiled.as_text())
     if device.platform == "cpu":
         moved = int(compiled.cost_analysis()["bytes accessed"])
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return compiled, Cost(moved, kernels, temporaries, trace_s, compile_s)
+    sizes = compiled.memory_analysis()
+    temporaries = sizes.temp_size_in_bytes
+    memory = temporaries + sizes.argument_size_in_bytes
+    memory += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return compiled, Cost(moved, kernels, temporaries, memory, trace_s, compile_s)

@@ -136,6 +136,7 @@ class Encoder(nn.Module):
     is_causal: bool = False
     dtype: Any = None
     project: Any = None
+    heads: int = 4
 
     @nn.compact
     def __call__(self, x):
@@ -144,7 +145,7 @@ class Encoder(nn.Module):
         for _ in range(self.depth):
             y = nn.LayerNorm(dtype=self.dtype)(x)
             attention = nn.SelfAttention(
-                4, dtype=self.dtype, out_dot_general=self.project
+                self.heads, dtype=self.dtype, out_dot_general=self.project
             )
             x = x + attention(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
@@ -167,6 +168,7 @@ class Decoder(nn.Module):
     depth: int = 2
     dtype: Any = None
     sharding: Any = None
+    heads: int = 4
 
     @nn.compact
     def __call__(self, tokens):
@@ -181,7 +183,12 @@ class Decoder(nn.Module):
             x, project = self.split(embed(tokens)), None
         x, positions = nn.dtypes.promote_dtype(x, positions, dtype=self.dtype)
         encoder = Encoder(
-            self.width, self.depth, is_causal=True, dtype=self.dtype, project=project
+            self.width,
+            self.depth,
+            is_causal=True,
+            dtype=self.dtype,
+            project=project,
+            heads=self.heads,
         )
         x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
         return self.split(embed.attend(x))

@@ -9,6 +9,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from helpers.compat import IS_JAX_0_7
@@ -92,6 +94,99 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
     assert {row["loss scaling"] for row in rows if row["precision"] == "float32"} == {
         "none"
     }
+
+
+def test_tiny_models_take_the_script_for_gpus_to_its_end_on_a_cpu(tmp_path):
+    path = tmp_path / "on_gpu.json"
+    command = [sys.executable, BENCHMARKS / "on_gpu.py", "--tiny", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=900)
+    tables = json.loads(path.read_text())
+    for model in ("GPT, 125 M", "ResNet-50"):
+        rows = tables[model]
+        assert [(row["precision"], row["loss scaling"]) for row in rows] == [
+            ("float32, highest", "none"),
+            ("TF32", "none"),
+            ("autocast, bfloat16", "none"),
+            ("by hand", "none"),
+            ("by hand", "loss_scaled"),
+            ("by hand", "flax DynamicScale"),
+            ("autocast, O1", "none"),
+            ("autocast, O1", "loss_scaled"),
+            ("autocast, O2", "none"),
+            ("autocast, O2", "loss_scaled"),
+            ("O2, masters", "none"),
+            ("O2, masters", "loss_scaled"),
+        ]
+        assert rows[0]["time / float32"] == "1.000"
+        for row in rows:
+            assert float(row["ms"]) > 0, row
+            assert float(row["time / float32"]) > 0, row
+            assert float(row["peak MB"]) > 0, row
+            if row["loss scaling"] == "none":
+                assert row["time / bare"] == "1.000"
+    ways = [row["way"] for row in tables["The update alone"]]
+    assert ways == [
+        "bare optimizer",
+        "optax_lossscale",
+        "flax DynamicScale",
+        "optax.apply_if_finite",
+    ]
+    (tests,) = tables["The tests that need a GPU"]
+    assert "passed" in tests["outcome"] or "skipped" in tests["outcome"]
+    assert "failed" not in tests["outcome"]
+
+
+def test_a_precision_that_runs_out_of_memory_says_so_and_the_others_are_measured(
+    monkeypatch,
+):
+    on_gpu = importlib.import_module("on_gpu")
+    costs = importlib.import_module("_lib.costs")
+
+    def measure(platform, model, precision, optimizer, scalers, is_tiny, **_):
+        if precision == "float32, highest":
+            jnp.zeros(2**50)
+        if precision == "TF32":
+            raise jax.errors.JaxRuntimeError("INTERNAL: no algorithm worked")
+        cost = costs.Cost(0, 0, 0, memory=10**7, trace_s=0.0, compile_s=0.0)
+        return [on_gpu.Measured(cost, 0, time_s=0.002) for _ in scalers]
+
+    monkeypatch.setattr(on_gpu, "measure", measure)
+    float32, tf32, *others = on_gpu.rows_of("ResNet-50", is_tiny=True)
+    assert float32["ms"] == "out of memory"
+    assert tf32["ms"] == "failed"
+    assert len(others) == 10
+    for row in others:
+        assert list(row) == list(float32) == list(tf32)
+        assert (row["ms"], row["peak MB"], row["time / float32"]) == (
+            "2.00",
+            "10.00",
+            "",
+        )
+
+
+def test_the_memory_of_a_step_counts_donated_arguments_once():
+    costs = importlib.import_module("_lib.costs")
+    array = jax.ShapeDtypeStruct((1000,), jnp.float32)
+
+    def step(params, state, grads):
+        return params - grads, state + grads, grads * 2
+
+    _, cost = costs.compile_step(step, (array, array, array), jax.devices("cpu")[0])
+    # Three arguments and the third result, 4000 bytes each, and a few pointers of XLA.
+    assert 16_000 <= cost.memory < 16_200
+
+
+def test_float32_products_have_the_precision_that_the_way_names():
+    steps = importlib.import_module("_lib.steps")
+    names = {"float32": "DEFAULT", "float32, highest": "HIGHEST", "TF32": "HIGH"}
+    for way, name in names.items():
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            step = steps.make_step("LSTM", way, "adamw", "none", small=True)
+            text = jax.jit(step.run).lower(*step.args).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert products
+        for line in products:
+            assert f"precision = [{name}, {name}]" in line, line
 
 
 def test_the_overhead_is_measured_for_every_way(tmp_path):
