@@ -12,7 +12,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
-from _lib.real_models import MODELS
+from _lib.large_models import MODELS
 from optax_lossscale.compat import flax as compat
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
