@@ -12,7 +12,6 @@ holds this state, and a batch depends on the number of its step only. So a run t
 killed continues with the same bits as if it had never stopped.
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Callable
@@ -27,14 +26,17 @@ from jax.sharding import PartitionSpec as P
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-# A run may continue with other values of these, because they do not change its numbers.
-FREE_OPTIONS = ("folder", "json", "plot", "coordinator", "process")
+from precision import Options
+
+# A run may continue with other values of these. Devices change its numbers by rounding.
+FREE_OPTIONS = ("folder", "json", "plot", "coordinator", "process", "processes")
+FREE_OPTIONS += ("devices", "mesh")
 
 
-def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
+def make_mesh(options: Options) -> jax.sharding.Mesh:
     """Returns a mesh of the devices of all processes. Call it before other JAX code."""
     jax.config.update("jax_num_cpu_devices", options.devices)
-    if getattr(options, "coordinator", None):
+    if options.coordinator is not None:
         where = options.coordinator, options.processes, options.process
         jax.distributed.initialize(*where)
     count = options.devices * jax.process_count()
@@ -45,7 +47,7 @@ def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
 
 
 def train(
-    options: argparse.Namespace,
+    options: Options,
     mesh: jax.sharding.Mesh,
     start: Callable[[], Any],
     batch_of: Callable[[int], Any],
@@ -66,6 +68,9 @@ def train(
         """Gives each device its rows. Every process has the whole batch."""
         return jax.make_array_from_callback(x.shape, by_row, lambda rows: x[rows])
 
+    rows = len(jax.tree.leaves(batch_of(0))[0])
+    if rows % mesh.size:
+        raise SystemExit(f"{rows} rows do not divide among {mesh.size} devices")
     shardings = jax.tree.map(split, jax.eval_shape(start))
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
     evaluate = jax.jit(evaluate, out_shardings=everywhere)
@@ -86,7 +91,7 @@ def train(
 class Journal:
     """Keeps the reports of a run in a log, for TensorBoard, and in its checkpoints."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         """Opens the folder of the run, if it has one."""
         self.options, self.folder = options, options.folder
         self.count, self.records = 0, []  # Steps so far, and their reports.

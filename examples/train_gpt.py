@@ -5,20 +5,11 @@
 Without `--text` it reads the topics of Python's `help()`, about 700 kB of English. It
 trains on the first nine tenths, and holds out the rest. `held_out_bits_per_byte` is its
 loss there in bits: a uniform guess has 8, and less is better.
-
-Two processes, each with two devices, that share parameters and optimizer state:
-
-    python examples/train_gpt.py --mesh fsdp --devices 2 --processes 2 \
-        --coordinator localhost:1234 --process 0 &
-    python examples/train_gpt.py --mesh fsdp --devices 2 --processes 2 \
-        --coordinator localhost:1234 --process 1
 """
 
-import argparse
 import math
 import pathlib
 import pydoc_data.topics
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +20,16 @@ from flax import nnx
 import optax_lossscale as ols
 from loop import make_mesh, train
 from precision import (
+    Options,
     cast,
     cast_params,
-    flushed_share,
+    gradient_figures,
     parse_options,
-    scale_figures,
+    positive,
     with_loss_scale,
 )
 
 HEAD_SIZE = 32
-HELD_OUT_SEQUENCES = 64
 
 
 class Block(nnx.Module):
@@ -64,7 +55,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Predicts the next byte at every position of `i32[batch, length]`."""
 
-    def __init__(self, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
+    def __init__(self, options: Options, rngs: nnx.Rngs) -> None:
         width = options.width
         make = nnx.initializers.normal(0.02)
         self.bytes = nnx.Embed(256, width, embedding_init=make, rngs=rngs)
@@ -86,27 +77,21 @@ class GPT(nnx.Module):
 
 def loss_fn(model: GPT, text: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of `i32[batch, length + 1]`, in nats per byte."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        model(text[:, :-1]), text[:, 1:]
-    )
-    return losses.mean()
+    logits, targets = model(text[:, :-1]), text[:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_optimizer(options: argparse.Namespace) -> Any:
+def make_optimizer(options: Options) -> optax.GradientTransformationExtraArgs:
     """Returns AdamW with a schedule, clipping, accumulation and a loss scale."""
     updates = max(options.steps // options.accumulate, 2)
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, options.learning_rate, max(updates // 20, 1), updates
-    )
-    inner = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            rate,
-            b2=0.99,
-            weight_decay=0.1,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-        ),
-    )
+    phases = max(updates // 20, 1), updates
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, *phases)
+
+    def matrices(params):  # Weights decay; biases and normalization scales do not.
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    adamw = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=matrices)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     if options.accumulate > 1:
         inner = optax.MultiSteps(inner, options.accumulate)
     return with_loss_scale(inner, options)
@@ -143,22 +128,23 @@ def main() -> None:
     """Reads the options, trains, and prints a sample of text."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=400,
-        report=25,
-        text={"type": pathlib.Path, "help": "a file or folder to learn from"},
-        layers={"type": int, "default": 4, "help": "number of blocks"},
-        width={"type": int, "default": 128, "help": f"a multiple of {HEAD_SIZE}"},
-        length={"type": int, "default": 128, "help": "bytes of a sequence"},
-        batch={"type": int, "default": 16, "help": "sequences of a step"},
-        accumulate={"type": int, "default": 1, "help": "steps of an update"},
-        dropout={"type": float, "default": 0.1, "help": "share of values dropped"},
-        learning_rate={"type": float, "default": 2e-3, "help": "the highest one"},
-        coordinator={"metavar": "HOST:PORT", "help": "where several processes meet"},
-        processes={"type": int, "default": 1, "help": "number of processes"},
-        process={"type": int, "default": 0, "help": "number of this process, from 0"},
+        steps=1000,
+        report=50,
+        text=(pathlib.Path, None, "a file or folder to learn from"),
+        layers=(positive, 3, "number of blocks"),
+        width=(positive, 128, f"width of a block, a multiple of {HEAD_SIZE}"),
+        length=(positive, 128, "bytes of a sequence"),
+        batch=(positive, 8, "sequences of a step"),
+        accumulate=(positive, 1, "steps from one update to the next"),
+        dropout=(float, 0.1, "share of values that dropout drops"),
+        learning_rate=(float, 3e-3, "highest learning rate"),
     )
+    if options.width % HEAD_SIZE:
+        raise SystemExit(f"--width must be a multiple of {HEAD_SIZE}")
     mesh = make_mesh(options)
     data = load_text(options.text)
+    if len(data) < 10 * (options.length + 1):
+        raise SystemExit(f"the text needs {10 * (options.length + 1)} bytes or more")
     training, held_out = np.split(data, [len(data) * 9 // 10])
 
     def make() -> tuple[GPT, nnx.Optimizer]:
@@ -169,13 +155,14 @@ def main() -> None:
     structure = nnx.graphdef(nnx.eval_shape(make))
     run_loss = cast(loss_fn, options)
 
-    def batch_of(index: int) -> np.ndarray:
-        rng = np.random.default_rng((options.seed, index))
-        return windows(training, rng.integers(0, 2**62, options.batch))
+    last_start = len(training) - options.length - 1
 
     def windows(text: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        starts = starts % (len(text) - options.length)
         return text[starts[:, None] + np.arange(options.length + 1)]
+
+    def batch_of(index: int) -> np.ndarray:
+        rng = np.random.default_rng((options.seed, index))
+        return windows(training, rng.integers(0, last_start, options.batch))
 
     def step(state: nnx.State, text: jax.Array) -> tuple[nnx.State, jax.Array]:
         model, optimizer = nnx.merge(structure, state)
@@ -183,28 +170,25 @@ def main() -> None:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 
-    starts = np.linspace(0, len(held_out) - options.length - 1, HELD_OUT_SEQUENCES)
-    test_text = windows(held_out, starts.astype(int))
+    starts = np.linspace(0, len(held_out) - options.length - 1, 64).astype(int)
+    test_text = windows(held_out, starts)
 
     def evaluate(state: nnx.State) -> dict[str, jax.Array]:
         model, optimizer = nnx.merge(structure, state)
         model.eval()
-        loss = run_loss(model, test_text)
-        text = test_text[: options.batch]
+        loss, text = run_loss(model, test_text), test_text[: options.batch]
         grads = ols.scaled_grad(run_loss, optimizer)(model, text)
         params = nnx.state(model, nnx.Param)
         nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), params))
         exact = nnx.grad(loss_fn)(model, text)
         return {
             "held_out_bits_per_byte": loss / math.log(2),
-            "flushed": flushed_share(grads, exact),
-            **scale_figures(optimizer),
+            **gradient_figures(optimizer, grads, exact),
         }
 
     state = train(options, mesh, lambda: nnx.state(make()), batch_of, step, evaluate)
     if jax.process_count() == 1:
-        model, _ = nnx.merge(structure, state)
-        print(generate(model, "The ", options.length, 200))
+        print(generate(nnx.merge(structure, state)[0], "The ", options.length, 200))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Trains the programs of `examples/` in every precision, and compares the runs.
+
+    python benchmarks/real_models.py [--record] [--tasks gpt resnet] [--seeds 0 1 2]
+
+It prints the tables of `benchmarks/real_models/README.md` from the runs in `runs.json`
+beside that file, and draws the pictures there. With `--record` it first trains what is
+missing in `runs.json`, which takes over an hour on two cores. It may be stopped and
+started again.
+
+XLA may leave out a rounding to float16 that is followed by a conversion back. The runs
+forbid this, so that a value is rounded on a CPU wherever the program says so.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from tqdm import tqdm
+
+from _lib.tables import print_table, versions
+from optax_lossscale.plotting import STYLES
+
+FOLDER = pathlib.Path(__file__).parent / "real_models"
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+ENVIRONMENT = {
+    "XLA_FLAGS": "--xla_allow_excess_precision=false",
+    "NPROC": "1",  # One thread for each run, because several run at once.
+    "JAX_PLATFORMS": "cpu",
+}
+ARMS = {
+    "float32": ("float32", "dynamic"),
+    "bfloat16": ("bfloat16", "dynamic"),
+    "float16 without a loss scale": ("float16-unscaled", "dynamic"),
+    "float16": ("float16", "dynamic"),
+    "float16, headroom rule": ("float16", "headroom"),
+    "float16, smooth rule": ("float16", "smooth"),
+    "O2": ("O2", "dynamic"),
+    "float16 parameters": ("masters", "dynamic"),
+}
+
+
+class Task(NamedTuple):
+    """A program of `examples/`, and the figure by which its runs are compared.
+
+    Attributes:
+      figure: The name of the held-out figure in a report.
+      label: This figure in words.
+      others: More columns of the table: their titles, by the names of the figures.
+    """
+
+    figure: str
+    label: str
+    others: dict[str, str] = {}  # noqa: RUF012, never changed.
+
+
+TASKS = {
+    "gpt": Task("held_out_bits_per_byte", "held-out bits per byte"),
+    "resnet": Task("held_out_loss", "held-out loss", {"held_out_accuracy": "accuracy"}),
+    "lstm": Task("held_out_bits_per_phoneme", "held-out bits per phoneme"),
+    "ppo": Task("held_out_score", "held-out score", {"policy_kl": "KL divergence"}),
+}
+
+Run = dict[str, Any]  # A task, an arm, a seed, and columns of figures.
+
+
+def train(task: str, arm: str, seed: int) -> Run:
+    """Trains one arm, and returns its reports as columns."""
+    precision, rule = ARMS[arm]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "result.json"
+        command = [sys.executable, EXAMPLES / f"train_{task}.py", "--json", file]
+        command += ["--precision", precision, "--rule", rule, "--seed", str(seed)]
+        environment = os.environ | ENVIRONMENT
+        subprocess.run(command, env=environment, check=True, capture_output=True)
+        records = json.loads(file.read_text())["records"]
+    columns = {
+        name: [float(f"{record[name]:.6g}") for record in records]
+        for name in records[0]
+    }
+    return {"task": task, "arm": arm, "seed": seed, "columns": columns}
+
+
+def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
+    """Trains every arm that `runs.json` lacks, and adds it there."""
+    file = FOLDER / "runs.json"
+    runs = load()
+    known = {(run["task"], run["arm"], run["seed"]) for run in runs}
+    wanted = [(task, arm, seed) for task in tasks for seed in seeds for arm in ARMS]
+    missing = [each for each in wanted if each not in known]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(train, *each) for each in missing]
+        done = concurrent.futures.as_completed(futures)
+        for future in tqdm(done, total=len(futures)):
+            runs.append(future.result())
+            lines = ",\n".join(json.dumps(run) for run in runs)
+            title = json.dumps(versions())
+            file.write_text(f'{{"versions": {title}, "runs": [\n{lines}\n]}}\n')
+
+
+def load() -> list[Run]:
+    """Returns the recorded runs."""
+    file = FOLDER / "runs.json"
+    return json.loads(file.read_text())["runs"] if file.exists() else []
+
+
+def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
+    """Returns a figure of an arm, `f[seeds, reports]`."""
+    return np.array([run["columns"][name] for run in runs if run["arm"] == arm])
+
+
+def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
+    """Returns the table of a task, with a row for each arm."""
+    rows = []
+    for arm in ARMS:
+        last = of_arm(runs, arm, task.figure)[:, -1]
+        scales = np.log2(of_arm(runs, arm, "loss_scale")[:, -1])
+        rows.append(
+            {
+                "arm": arm,
+                task.label: f"{last.mean():.4g} ({last.min():.4g} to {last.max():.4g})",
+                **{
+                    title: f"{of_arm(runs, arm, name)[:, -1].mean():.3g}"
+                    for name, title in task.others.items()
+                },
+                "skipped steps": f"{of_arm(runs, arm, 'skipped')[:, -1].mean():.1f}",
+                "final scale": f"2^{scales.mean():.1f}",
+                "flushed": f"{of_arm(runs, arm, 'flushed').mean():.3%}",
+            }
+        )
+    return rows
+
+
+def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
+    """Draws the held-out figure of each arm over the steps: mean and range of seeds."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    is_rule = ["rule" in arm for arm in ARMS]
+    groups = {
+        "precisions": [a for a, rule in zip(ARMS, is_rule, strict=True) if not rule],
+        "rules": ["float32", "float16", *[a for a in ARMS if "rule" in a]],
+    }
+    for ax, (title, arms) in zip(axes, groups.items(), strict=True):
+        for arm, style in zip(arms, STYLES, strict=False):
+            steps = of_arm(runs, arm, "step")[0]
+            values = of_arm(runs, arm, task.figure)
+            ax.plot(steps, values.mean(axis=0), label=arm, **style)
+            low, high = values.min(axis=0), values.max(axis=0)
+            ax.fill_between(steps, low, high, color=style["color"], alpha=0.12)
+        ax.set_title(f"the {title}", loc="left")
+        ax.set_xlabel("step")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize="small")
+    axes[0].set_ylabel(task.label)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Trains what is missing if asked to, prints the tables, and draws the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="train what is missing")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
+    arguments = parser.parse_args()
+    if arguments.record:
+        record(arguments.tasks, arguments.seeds, arguments.jobs)
+    for name in arguments.tasks:
+        runs = [run for run in load() if run["task"] == name]
+        if runs:
+            print(f"\n#### {name}\n")
+            print_table(rows_of(TASKS[name], runs))
+            draw(TASKS[name], runs, FOLDER / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
