@@ -9,8 +9,8 @@ compare is `held_out_score`, the mean score of new games. More is better.
 `policy_kl` shows why float16 matters here. Moves are drawn from a copy of the network
 in which parameters and activations all have the low precision, as in an inference
 engine. The network is trained by autocast, which rounds in other places. `policy_kl` is
-the mean KL divergence between these two policies before the parameters are updated. It
-grows with the square of the rounding errors, which are 8 times as large in bfloat16.
+the mean KL divergence between the two policies at the same parameters. It grows with
+the square of the rounding errors, and those of bfloat16 are 8 times those of float16.
 """
 
 from functools import partial
@@ -29,9 +29,9 @@ from loop import make_mesh, train
 from precision import (
     cast,
     cast_params,
-    flushed_share,
+    gradient_figures,
     parse_options,
-    scale_figures,
+    positive,
     with_loss_scale,
 )
 
@@ -112,19 +112,20 @@ def main() -> None:
         __doc__.splitlines()[0],
         steps=150,
         report=10,
-        games={"type": int, "default": 64, "help": "games that go on at a time"},
-        moves={"type": int, "default": 64, "help": f"a multiple of {BATCHES}"},
-        learning_rate={"type": float, "default": 1e-3, "help": "the first one"},
+        games=(positive, 64, "games that are played at the same time"),
+        moves=(positive, 64, f"moves of a game in a step, a multiple of {BATCHES}"),
+        learning_rate=(float, 1e-3, "learning rate of the first step"),
     )
+    if options.moves % BATCHES:
+        raise SystemExit(f"--moves must be a multiple of {BATCHES}")
     mesh = make_mesh(options)
     import pgx  # Only now, because it makes arrays when it is imported.
     from pgx.experimental import auto_reset
 
     game = pgx.make("2048")
     new_games, go_on = jax.vmap(game.init), jax.vmap(auto_reset(game.step, game.init))
-    low = {"float32": "float32", "bfloat16": "bfloat16"}.get(
-        options.precision, "float16"
-    )
+    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    low = dtypes.get(options.precision, jnp.float16)  # Of the network that plays.
     updates = options.steps * EPOCHS * BATCHES
     rate = optax.linear_schedule(options.learning_rate, 0.0, updates)
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
@@ -145,15 +146,16 @@ def main() -> None:
     def act(params: Any, games: Any, keys: jax.Array) -> tuple[Any, Any]:
         """Draws a move in each game, and returns the next states and what happened."""
         board, legal = games.observation, games.legal_action_mask
+        move_keys, game_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
         logits, value = Network(low).apply(params, board)
         log_policy, value = log_softmax(logits, legal), value.astype(jnp.float32)
-        move = jax.vmap(jax.random.categorical)(keys, log_policy)
-        games = go_on(games, move, keys)
+        move = jax.vmap(jax.random.categorical)(move_keys, log_policy)
+        games = go_on(games, move, game_keys)
         result = value, games.rewards[:, 0], 1.0 - games.terminated
         return games, ((board, legal, log_policy, move), result)
 
     def experience(params: Any, games: Any, keys: jax.Array) -> tuple[Any, Moves]:
-        """Goes on with all games. The last move is only there to value its board."""
+        """Plays on in all games. The last move only serves to value its board."""
         games = jax.lax.with_sharding_constraint(games, NamedSharding(mesh, P("data")))
         keys = jax.vmap(jax.random.split, (0, None), 1)(keys, options.moves + 1)
         games, (seen, results) = jax.lax.scan(partial(act, params), games, keys)
@@ -173,9 +175,10 @@ def main() -> None:
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), loss
 
-        # A batch has some moves of every game, so that each device keeps its games.
+        # A batch has moves from every game, so that no device needs another's games.
         times = jnp.tile(jnp.arange(options.moves), (EPOCHS, 1))
-        times = jax.random.permutation(keys[0], times, axis=1, independent=True)
+        key = jax.random.fold_in(keys[0], 2**31)  # Not one of those of the moves.
+        times = jax.random.permutation(key, times, axis=1, independent=True)
         times = times.reshape(EPOCHS * BATCHES, -1)
         state, losses = jax.lax.scan(update, (params, opt_state), times)
         return (*state, games), losses.mean()
@@ -200,8 +203,7 @@ def main() -> None:
         return {
             "held_out_score": scores.mean(),
             "policy_kl": mean_kl(moves.log_policy, log_softmax(logits, moves.legal)),
-            "flushed": flushed_share(grads, jax.grad(loss_fn)(wide, moves)),
-            **scale_figures(opt_state),
+            **gradient_figures(opt_state, grads, jax.grad(loss_fn)(wide, moves)),
         }
 
     train(options, mesh, start, batch_of, step, evaluate)
