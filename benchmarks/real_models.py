@@ -93,7 +93,7 @@ def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
     file = FOLDER / "runs.json"
     runs = load()
     known = {(run["task"], run["arm"], run["seed"]) for run in runs}
-    wanted = [(task, arm, seed) for task in tasks for seed in seeds for arm in ARMS]
+    wanted = [(task, arm, seed) for seed in seeds for task in tasks for arm in ARMS]
     missing = [each for each in wanted if each not in known]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(train, *each) for each in missing]

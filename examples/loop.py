@@ -12,6 +12,7 @@ holds this state, and a batch depends on the number of its step only. So a run t
 killed continues with the same bits as if it had never stopped.
 """
 
+import argparse
 import json
 import pathlib
 from collections.abc import Callable
@@ -26,14 +27,12 @@ from jax.sharding import PartitionSpec as P
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from precision import Options
-
 # A run may continue with other values of these. Devices change its numbers by rounding.
 FREE_OPTIONS = ("folder", "json", "plot", "coordinator", "process", "processes")
 FREE_OPTIONS += ("devices", "mesh")
 
 
-def make_mesh(options: Options) -> jax.sharding.Mesh:
+def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
     """Returns a mesh of the devices of all processes. Call it before other JAX code."""
     jax.config.update("jax_num_cpu_devices", options.devices)
     if options.coordinator is not None:
@@ -47,7 +46,7 @@ def make_mesh(options: Options) -> jax.sharding.Mesh:
 
 
 def train(
-    options: Options,
+    options: argparse.Namespace,
     mesh: jax.sharding.Mesh,
     start: Callable[[], Any],
     batch_of: Callable[[int], Any],
@@ -91,7 +90,7 @@ def train(
 class Journal:
     """Keeps the reports of a run in a log, for TensorBoard, and in its checkpoints."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Opens the folder of the run, if it has one."""
         self.options, self.folder = options, options.folder
         self.count, self.records = 0, []  # Steps so far, and their reports.

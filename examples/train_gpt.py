@@ -7,6 +7,7 @@ trains on the first nine tenths, and holds out the rest. `held_out_bits_per_byte
 loss there in bits: a uniform guess has 8, and less is better.
 """
 
+import argparse
 import math
 import pathlib
 import pydoc_data.topics
@@ -19,15 +20,8 @@ from flax import nnx
 
 import optax_lossscale as ols
 from loop import make_mesh, train
-from precision import (
-    Options,
-    cast,
-    cast_params,
-    gradient_figures,
-    parse_options,
-    positive,
-    with_loss_scale,
-)
+from options import parse_options, positive
+from precision import cast, cast_params, scale_figures, with_loss_scale
 
 HEAD_SIZE = 32
 
@@ -55,7 +49,7 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Predicts the next byte at every position of `i32[batch, length]`."""
 
-    def __init__(self, options: Options, rngs: nnx.Rngs) -> None:
+    def __init__(self, options: argparse.Namespace, rngs: nnx.Rngs) -> None:
         width = options.width
         make = nnx.initializers.normal(0.02)
         self.bytes = nnx.Embed(256, width, embedding_init=make, rngs=rngs)
@@ -81,7 +75,7 @@ def loss_fn(model: GPT, text: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def make_optimizer(options: Options) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     """Returns AdamW with a schedule, clipping, accumulation and a loss scale."""
     updates = max(options.steps // options.accumulate, 2)
     phases = max(updates // 20, 1), updates
@@ -128,7 +122,7 @@ def main() -> None:
     """Reads the options, trains, and prints a sample of text."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=1000,
+        steps=700,
         report=50,
         text=(pathlib.Path, None, "a file or folder to learn from"),
         layers=(positive, 3, "number of blocks"),
@@ -179,11 +173,11 @@ def main() -> None:
         loss, text = run_loss(model, test_text), test_text[: options.batch]
         grads = ols.scaled_grad(run_loss, optimizer)(model, text)
         params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+        nnx.update(model, optax.tree.cast(params, jnp.float32))
         exact = nnx.grad(loss_fn)(model, text)
         return {
             "held_out_bits_per_byte": loss / math.log(2),
-            **gradient_figures(optimizer, grads, exact),
+            **scale_figures(optimizer, grads, exact),
         }
 
     state = train(options, mesh, lambda: nnx.state(make()), batch_of, step, evaluate)

@@ -6,11 +6,11 @@ The package pgx plays 2048 in JAX, so a step is one compiled program: `--games` 
 go on for `--moves` moves each, and the network learns from these moves. The figure to
 compare is `held_out_score`, the mean score of new games. More is better.
 
-`policy_kl` shows why float16 matters here. Moves are drawn from a copy of the network
-in which parameters and activations all have the low precision, as in an inference
-engine. The network is trained by autocast, which rounds in other places. `policy_kl` is
-the mean KL divergence between the two policies at the same parameters. It grows with
-the square of the rounding errors, and those of bfloat16 are 8 times those of float16.
+`policy_kl` is the mismatch between playing and training. Moves are drawn from a copy of
+the network with parameters and activations in the low precision, as in an inference
+engine. Autocast, which trains the network, rounds in other places. `policy_kl` is the
+mean KL divergence of the two policies at the same parameters. It grows with the square
+of the rounding errors, and those of bfloat16 are 8 times those of float16.
 """
 
 from functools import partial
@@ -21,19 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lossscale as ols
 from loop import make_mesh, train
-from precision import (
-    cast,
-    cast_params,
-    gradient_figures,
-    parse_options,
-    positive,
-    with_loss_scale,
-)
+from options import parse_options, positive
+from precision import cast, cast_params, compute_dtype, scale_figures, with_loss_scale
 
 POINTS = 100.0  # A move scores up to hundreds of points. The network learns them / 100.
 EPOCHS, BATCHES, HELD_OUT_GAMES = 4, 8, 64
@@ -80,9 +73,9 @@ def mean_kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def estimate(values: jax.Array, rewards: jax.Array, goes_on: jax.Array) -> Any:
-    """Returns the advantages of all moves but the last, and targets for the values."""
+    """Returns normalized advantages of all moves but the last, and target values."""
 
-    def back(advantage: jax.Array, row: Any) -> tuple[jax.Array, jax.Array]:
+    def back(advantage, row):
         error, goes_on = row
         advantage = error + DISCOUNT * TRACE * goes_on * advantage
         return advantage, advantage
@@ -90,7 +83,7 @@ def estimate(values: jax.Array, rewards: jax.Array, goes_on: jax.Array) -> Any:
     values, next_values, goes_on = values[:-1], values[1:], goes_on[:-1]
     errors = rewards[:-1] / POINTS + DISCOUNT * goes_on * next_values - values
     _, gains = jax.lax.scan(back, 0 * errors[0], (errors, goes_on), reverse=True)
-    return gains, gains + values
+    return jax.nn.standardize(gains, axis=None), gains + values
 
 
 def loss_fn(params: Any, moves: Moves) -> jax.Array:
@@ -124,8 +117,6 @@ def main() -> None:
 
     game = pgx.make("2048")
     new_games, go_on = jax.vmap(game.init), jax.vmap(auto_reset(game.step, game.init))
-    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    low = dtypes.get(options.precision, jnp.float16)  # Of the network that plays.
     updates = options.steps * EPOCHS * BATCHES
     rate = optax.linear_schedule(options.learning_rate, 0.0, updates)
     inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(rate, eps=1e-5))
@@ -139,15 +130,14 @@ def main() -> None:
         return params, optimizer.init(params), games
 
     def batch_of(index: int) -> np.ndarray:
-        """Returns the random numbers of a step: a key for each game."""
-        rng = np.random.default_rng((options.seed, index))
+        rng = np.random.default_rng((options.seed, index))  # A key for each game.
         return rng.integers(0, 2**32, (options.games, 2), np.uint32)
 
     def act(params: Any, games: Any, keys: jax.Array) -> tuple[Any, Any]:
         """Draws a move in each game, and returns the next states and what happened."""
         board, legal = games.observation, games.legal_action_mask
         move_keys, game_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-        logits, value = Network(low).apply(params, board)
+        logits, value = Network(compute_dtype(options)).apply(params, board)
         log_policy, value = log_softmax(logits, legal), value.astype(jnp.float32)
         move = jax.vmap(jax.random.categorical)(move_keys, log_policy)
         games = go_on(games, move, game_keys)
@@ -156,17 +146,15 @@ def main() -> None:
 
     def experience(params: Any, games: Any, keys: jax.Array) -> tuple[Any, Moves]:
         """Plays on in all games. The last move only serves to value its board."""
-        games = jax.lax.with_sharding_constraint(games, NamedSharding(mesh, P("data")))
+        by_game = NamedSharding(mesh, PartitionSpec("data"))
+        games = jax.lax.with_sharding_constraint(games, by_game)
         keys = jax.vmap(jax.random.split, (0, None), 1)(keys, options.moves + 1)
         games, (seen, results) = jax.lax.scan(partial(act, params), games, keys)
-        gains, targets = estimate(*results)
-        normal = (gains - gains.mean()) / (gains.std() + 1e-8)
-        return games, Moves(*(x[:-1] for x in seen), normal, targets)
+        return games, Moves(*(x[:-1] for x in seen), *estimate(*results))
 
     def step(state: Any, key_data: jax.Array) -> tuple[Any, jax.Array]:
-        params, opt_state, games = state
         keys = jax.random.wrap_key_data(key_data)
-        games, moves = experience(params, games, keys)
+        games, moves = experience(state[0], state[2], keys)
 
         def update(state: tuple[Any, Any], times: jax.Array) -> tuple[Any, jax.Array]:
             params, opt_state = state
@@ -180,7 +168,7 @@ def main() -> None:
         key = jax.random.fold_in(keys[0], 2**31)  # Not one of those of the moves.
         times = jax.random.permutation(key, times, axis=1, independent=True)
         times = times.reshape(EPOCHS * BATCHES, -1)
-        state, losses = jax.lax.scan(update, (params, opt_state), times)
+        state, losses = jax.lax.scan(update, state[:2], times)
         return (*state, games), losses.mean()
 
     def evaluate(state: Any) -> dict[str, jax.Array]:
@@ -195,15 +183,14 @@ def main() -> None:
 
         first = new_games(keys), jnp.zeros(len(keys)), jnp.ones(len(keys)), 0
         _, scores, _, _ = jax.lax.while_loop(lambda x: x[2].any(), move, first)
-        keys = jax.random.split(keys[0], options.games)
-        _, moves = experience(params, games, keys)
+        _, moves = experience(params, games, jax.random.split(keys[0], options.games))
         logits, _ = run_network(params, moves.board)
         grads = ols.scaled_grad(run_loss, opt_state)(params, moves)
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        wide = optax.tree.cast(params, jnp.float32)
         return {
             "held_out_score": scores.mean(),
             "policy_kl": mean_kl(moves.log_policy, log_softmax(logits, moves.legal)),
-            **gradient_figures(opt_state, grads, jax.grad(loss_fn)(wide, moves)),
+            **scale_figures(opt_state, grads, jax.grad(loss_fn)(wide, moves)),
         }
 
     train(options, mesh, start, batch_of, step, evaluate)

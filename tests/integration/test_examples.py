@@ -16,12 +16,12 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from options import parse_options
 from precision import (
     PRECISIONS,
     cast,
     cast_params,
-    gradient_figures,
-    parse_options,
+    scale_figures,
     with_loss_scale,
 )
 
@@ -92,7 +92,7 @@ def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():
     state = ols.loss_scaled(optax.sgd(0.1)).init(jnp.ones(5))
     grads = [jnp.array([0.0, 0.0, 1.0]), jnp.array([jnp.inf, 0.0])]
     exact = [jnp.array([0.0, 1e-9, 1.0]), jnp.array([1.0, 1.0])]
-    figures = gradient_figures(state, grads, exact)
+    figures = scale_figures(state, grads, exact)
     assert figures["flushed"] == 0.5  # Two of the four that are not zero.
     assert (figures["loss_scale"], figures["skipped"]) == (2.0**15, 0)
 
@@ -101,7 +101,7 @@ def test_programs_are_short_enough_to_read():
     lengths = {
         path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")
     }
-    assert len(lengths) == 6
+    assert len(lengths) == 7
     assert max(lengths.values()) <= 200, lengths
 
 
