@@ -128,8 +128,8 @@ def main() -> None:
     """Reads the options and trains."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=300,
-        report=25,
+        steps=200,
+        report=20,
         blocks={"type": int, "default": 1, "help": "blocks of each of three stages"},
         width={"type": int, "default": 16, "help": "channels of the first stage"},
         batch={"type": int, "default": 128, "help": "images of a step"},
