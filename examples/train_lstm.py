@@ -127,13 +127,12 @@ def load_words(length: int) -> tuple[np.ndarray, list[str]]:
 
 def pronounce(model: LSTM, words: np.ndarray) -> np.ndarray:
     """Returns the words with the pronunciations that the model finds most likely."""
-    known = np.cumsum(words == COLON, axis=1) - (words == COLON) == 0
-    words = np.where(known, words, 0)
+    is_given = np.cumprod(words <= COLON, axis=1)
+    words = words * is_given
     predict = eqx.filter_jit(lambda words: jnp.argmax(jax.vmap(model)(words), -1))
     for end in range(1, words.shape[1]):
-        words[:, end] = np.where(
-            known[:, end], words[:, end], predict(words)[:, end - 1]
-        )
+        predicted = predict(words)[:, end - 1]
+        words[:, end] = np.where(is_given[:, end], words[:, end], predicted)
     return words
 
 
