@@ -7,10 +7,6 @@ data file, which has CMU's BSD-2 licence. A sequence is a word, a colon, its pho
 and a full stop, for example `cat:K AE1 T.`, and the loss counts what follows the colon.
 The model trains on nine tenths of the words. `held_out_bits_per_phoneme` is its loss on
 the others in bits: a uniform guess among all symbols has 6.6, and less is better.
-
-The loss is a mean over 512 words, and the weights start small. Many gradients in the
-cells are therefore so small that float16 rounds them to zero without a loss scale, and
-`--precision float16-unscaled` learns more slowly than the other precisions.
 """
 
 import argparse
