@@ -64,7 +64,7 @@ class Task(NamedTuple):
 TASKS = {
     "gpt": Task("held_out_bits_per_byte", "held-out bits per byte"),
     "resnet": Task("held_out_loss", "held-out loss", {"held_out_accuracy": "accuracy"}),
-    "lstm": Task("held_out_bits_per_phoneme", "held-out bits per phoneme"),
+    "lstm": Task("held_out_bits_per_chord", "held-out bits per chord"),
     "ppo": Task("held_out_score", "held-out score", {"policy_kl": "KL divergence"}),
 }
 
@@ -90,6 +90,7 @@ def train(task: str, arm: str, seed: int) -> Run:
 
 def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
     """Trains every arm that `runs.json` lacks, and adds it there."""
+    FOLDER.mkdir(exist_ok=True)
     file = FOLDER / "runs.json"
     runs = load()
     known = {(run["task"], run["arm"], run["seed"]) for run in runs}
