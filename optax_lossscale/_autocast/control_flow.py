@@ -24,6 +24,7 @@ from optax_lossscale._autocast.values import (
     Value,
     as_declared,
     cast,
+    has_tangent,
     identities,
     is_float32,
 )
@@ -101,7 +102,10 @@ class Call(NamedTuple):
         if is_collecting() or closed.consts:
             return self.trace(closed)
         numbers = renumber(identities(self.operands))
-        kinds = tuple((jax.typeof(x.array), x.origin, x.source) for x in self.operands)
+        kinds = tuple(
+            (jax.typeof(x.array), x.origin, x.source, x.is_tangent)
+            for x in self.operands
+        )
         flags = tuple(self.rounded), tuple(self.wide)
         key = (self.policy, *flags, kinds, numbers.pattern)
         kept = _KEPT.setdefault(owner, {})
@@ -155,18 +159,23 @@ def _without_arrays(values: Sequence[Value]) -> list[Value]:
     return [value._replace(array=None) for value in values]
 
 
-def as_computed(arrays: Sequence[Any], sources: Sequence[Source] = ()) -> list[Value]:
+def as_computed(
+    arrays: Sequence[Any], sources: Sequence[Source] = (), *, is_tangent: bool = False
+) -> list[Value]:
     """Values of arrays that some operation computed."""
     sources = sources or [Source.PRODUCTS] * len(arrays)
-    pairs = zip(arrays, sources, strict=True)
-    return [Value(array, Origin.COMPUTED, source=source) for array, source in pairs]
+    return [
+        Value(array, Origin.COMPUTED, source=source, is_tangent=is_tangent)
+        for array, source in zip(arrays, sources, strict=True)
+    ]
 
 
 def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
     """The results of a loop or of devices; a mask in them is still one."""
+    origins = [x.origin if x.origin in OF_MASKS else Origin.COMPUTED for x in results]
     return [
-        Value(array, result.origin if result.origin in OF_MASKS else Origin.COMPUTED)
-        for result, array in zip(results, arrays, strict=True)
+        Value(array, origin, is_tangent=result.is_tangent)
+        for result, origin, array in zip(results, origins, arrays, strict=True)
     ]
 
 
@@ -226,7 +235,11 @@ def scan(call: Call) -> list[Value]:
     constants = [_loop_constant(x) for x in call.operands[:first]]
     carry = [operand.array for operand in call.operands[first : first + size]]
     xs = [
-        Value(cast(operand.array, call.policy.dtype), operand.origin)
+        Value(
+            cast(operand.array, call.policy.dtype),
+            operand.origin,
+            is_tangent=operand.is_tangent,
+        )
         if variable in by_products
         and is_float32(variable)
         and operand.source not in OF_PARAMETERS
@@ -236,11 +249,14 @@ def scan(call: Call) -> list[Value]:
         )
     ]
 
+    # Any part of the carry may depend on a tangent after some steps.
+    is_tangent = has_tangent(call.operands)
     results: list[Value] = []
 
     def body(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
         constants_now = map(_declared_half, constants, variables[:first])
-        inputs = [*constants_now, *as_computed(carry), *values_like(xs, arrays)]
+        carried = as_computed(carry, is_tangent=is_tangent)
+        inputs = [*constants_now, *carried, *values_like(xs, arrays)]
         values = call.run(closed, inputs, call.policy, rounded, wide=call.wide)
         results[:] = _without_arrays(values)
         outputs = [value.array for value in values]
@@ -255,7 +271,8 @@ def scan(call: Call) -> list[Value]:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-    return [*as_computed(carry), *as_results(results[size:], ys)]
+    carried = as_computed(carry, is_tangent=is_tangent)
+    return [*carried, *as_results(results[size:], ys)]
 
 
 def _loop_constant(value: Value) -> Value:
@@ -266,17 +283,21 @@ def _loop_constant(value: Value) -> Value:
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
     wide = cast(value.array, jnp.float32)
-    return Value(wide, Origin.LOOP_CONSTANT, source=Source.ARGUMENTS)
+    return value._replace(
+        array=wide,
+        origin=Origin.LOOP_CONSTANT,
+        identity=None,
+        source=Source.ARGUMENTS,
+    )
 
 
 def _declared_half(value: Value, variable: Any) -> Value:
     """Casts a loop constant that is declared in half precision back to its dtype."""
-    is_half = variable.aval.dtype in HALVES
-    return (
-        Value(cast(value.array, variable.aval.dtype), value.origin)
-        if is_half
-        else value
-    )
+    dtype = variable.aval.dtype
+    if dtype not in HALVES:
+        return value
+    array = cast(value.array, dtype)
+    return Value(array, value.origin, is_tangent=value.is_tangent)
 
 
 def while_loop(call: Call) -> list[Value]:
@@ -288,7 +309,9 @@ def while_loop(call: Call) -> list[Value]:
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     carry = as_declared(body.jaxpr.outvars, call.arrays[last:])
-    constants, carried = call.operands[:last], as_computed(carry)
+    is_tangent = has_tangent(call.operands)
+    constants = call.operands[:last]
+    carried = as_computed(carry, is_tangent=is_tangent)
     outputs = call.bind(
         [*call.arrays[:last], *carry],
         cond_jaxpr=call.trace_declared(
@@ -296,7 +319,7 @@ def while_loop(call: Call) -> list[Value]:
         ),
         body_jaxpr=call.trace_declared(body, [*constants[first:], *carried], call.wide),
     )
-    return as_computed(outputs)
+    return as_computed(outputs, is_tangent=is_tangent)
 
 
 def cond(call: Call) -> list[Value]:
@@ -308,7 +331,8 @@ def cond(call: Call) -> list[Value]:
     branches = [
         call.trace_declared(x, operands, call.wide) for x in call.params["branches"]
     ]
-    return as_computed(call.bind(call.arrays, branches=tuple(branches)))
+    outputs = call.bind(call.arrays, branches=tuple(branches))
+    return as_computed(outputs, is_tangent=has_tangent(operands))
 
 
 def shard_map(call: Call) -> list[Value]:

@@ -48,7 +48,10 @@ def custom_jvp(call: Call) -> list[Value]:
             traced = jax.make_jaxpr(pushforward)(*as_declared(atoms, arrays))
         # Where the rule reads the function's result, it must read the rounded one.
         rounded = [*is_low, *(is_low[i] for i in floats)]
-        inputs = as_computed(arrays, [*sources, *(sources[i] for i in places)])
+        tangent_arrays = arrays[len(variables) :]
+        tangent_sources = [sources[i] for i in places]
+        inputs = as_computed(primals, sources)
+        inputs += as_computed(tangent_arrays, tangent_sources, is_tangent=True)
         values = run(traced, inputs, policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
         outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]

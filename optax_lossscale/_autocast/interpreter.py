@@ -44,6 +44,7 @@ from optax_lossscale._autocast.values import (
     as_operand,
     cast,
     dtype_in_jax,
+    has_tangent,
     identities,
     is_float32,
     narrow,
@@ -173,7 +174,8 @@ class _Frame:
             if choice.is_rounded:
                 source = Source.PRODUCTS
             flags = [flag or choice.is_rounded for flag in flags]
-            values = [Value(array, origin, source=source) for array in results]
+            value = Value(None, origin, source=source, is_tangent=has_tangent(operands))
+            values = [value._replace(array=array) for array in results]
             outputs = self._round(equation, values, flags)
             arrays = [output.array for output in outputs]
             note_operation(self.caller, equation, choice, arrays)

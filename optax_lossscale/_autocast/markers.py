@@ -185,12 +185,13 @@ def cast_at_marker(equation: Any, operands: Sequence[Value], low: Any) -> Value 
     old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
     value = operands[0]
     if (old, new) == (low, jnp.float32):
-        return Value(value.array, Origin.PRODUCT)
+        return Value(value.array, Origin.PRODUCT, is_tangent=value.is_tangent)
     if (old, new) == (jnp.float32, low):
         # A number such as -1e9 may be a mask, which must stay finite.
         is_wide = value.origin is Origin.WIDE
         value = value._replace(origin=Origin.SATURATED) if is_wide else value
-        return Value(narrow(value, low), Origin.COMPUTED)
+        array = narrow(value, low)
+        return Value(array, Origin.COMPUTED, is_tangent=value.is_tangent)
     return None
 
 

@@ -70,6 +70,7 @@ class Value(NamedTuple):
     origin: Origin
     identity: Identity | None = None
     source: Source = Source.PRODUCTS
+    is_tangent: bool = False  # In a rule of `custom_jvp`, which JAX may transpose.
 
 
 def identities(values: Sequence[Value]) -> list[Identity]:
@@ -95,6 +96,11 @@ def as_literal(number: Any, dtype: Any) -> Value:
     is_large = float(info.max) < magnitude < float("inf")
     is_wide = is_large or 0 < magnitude < float(info.tiny)
     return constant._replace(origin=Origin.WIDE) if is_wide else constant
+
+
+def has_tangent(values: Sequence[Value]) -> bool:
+    """Whether a tangent is among the values."""
+    return any(value.is_tangent for value in values)
 
 
 def as_operand(value: Value, atom: Any, equation: Any) -> Value:
@@ -202,7 +208,8 @@ def _convert(array: Any, dtype: Any) -> Any:
 def narrow(value: Value, dtype: Any) -> Any:
     """Casts a value's array; what may be a mask stays finite."""
     is_wider = dtype_in_jax(value.array).itemsize > jnp.dtype(dtype).itemsize
-    to = _saturate if is_wider and value.origin in MAY_MASK else cast
+    may_mask = value.origin in MAY_MASK and not value.is_tangent
+    to = _saturate if is_wider and may_mask else cast
     return to(value.array, dtype)
 
 

@@ -93,7 +93,8 @@ def test_the_drawing_in_contributing_shows_every_file_and_folder():
     drawn = {folder for folder in FOLDERS if not folder.startswith("optax_lossscale/")}
     # Made by Python and by Sphinx.
     made = {"tests/__pycache__/", "docs/_build/", "docs/notebooks/"}
-    for top in ("tests", "docs", "notebooks", "benchmarks"):
+    made |= {"benchmarks/__pycache__/", "examples/__pycache__/"}
+    for top in ("tests", "docs", "notebooks", "examples", "benchmarks"):
         below = [path for path in (ROOT / top).iterdir() if path.is_dir()]
         below = [path for path in below if path.name[0] != "." and list(path.glob("*"))]
         names = {f"{top}/{path.name}/" for path in below} - made

@@ -1,6 +1,7 @@
 """The example programs train, continue after a kill, and agree across precisions."""
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from _lib.tables import print_table
 from options import parse_options
 from precision import (
     PRECISIONS,
@@ -199,3 +201,15 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
     ended = subprocess.run(again, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "holds a run with other options" in ended.stderr
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys):
+    real_models = importlib.import_module("real_models")
+    runs = [run for run in real_models.load() if run["task"] == task]
+    print_table(real_models.rows_of(real_models.TASKS[task], runs))
+    page = (real_models.FOLDER / "README.md").read_text()
+    assert capsys.readouterr().out in page
+    for arm in real_models.ARMS:
+        seeds = {run["seed"] for run in runs if run["arm"] == arm}
+        assert seeds == {0, 1, 2}, arm
