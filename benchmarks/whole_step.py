@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from _lib.devices import DEVICE_NAMES, use_host_cpu
-from _lib.real_models import MODELS
+from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure
 from _lib.steps import SCALERS, WAYS, fitting
 from _lib.tables import print_tables, versions
