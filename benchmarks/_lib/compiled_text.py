@@ -12,6 +12,7 @@ INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((
 COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
 CALLED = re.compile(r"(?:calls|body|to_apply)=%([\w.\-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+CONDITION = re.compile(r"condition=%([\w.\-]+)")
 PARTS = {"slice", "dynamic-slice", "gather"}
 
 
@@ -91,14 +92,32 @@ def cost_of(body: Computation, bodies: dict[str, Computation]) -> tuple[int, int
         if operation.endswith("-start"):
             moved += bytes_of_transfer(instruction)
         elif operation in ("while", "call"):
-            trips = TRIPS.search(rest)
+            trips = trips_of(instruction, bodies)
             inside = cost_of(called, bodies)
-            moved += inside[0] * int(trips[1] if trips else 1)
-            kernels += inside[1] * int(trips[1] if trips else 1)
+            moved += inside[0] * trips
+            kernels += inside[1] * trips
         else:
             kernels += 1
             moved += bytes_of_kernel(instruction, body, called)
     return moved, kernels
+
+
+def trips_of(loop: Instruction, bodies: dict[str, Computation]) -> int:
+    """Returns how often a loop runs, or 1 if the program does not say so.
+
+    XLA for TPU does not write this number. There it is the limit of the loop's counter,
+    which JAX starts from zero.
+    """
+    if match := TRIPS.search(loop.rest):
+        return int(match[1])
+    match = CONDITION.search(loop.rest)
+    condition = bodies[match[1]] if match else {}
+    for each in condition.values():
+        if each.operation == "compare" and "direction=LT" in each.rest:
+            limit = condition[each.operands[1]]
+            if limit.operation == "constant":
+                return int(limit.rest.split(")")[0])
+    return 1
 
 
 def bytes_of_transfer(start: Instruction) -> int:

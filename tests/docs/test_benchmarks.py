@@ -83,6 +83,37 @@ def test_loops_count_as_often_as_they_run_and_slices_as_what_they_take():
     assert compiled_text.bytes_and_kernels(PROGRAM) == expected
 
 
+PROGRAM_FOR_TPU = """HloModule step
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %y = f32[8]{0} negate(%x)
+  ROOT %next = (s32[], f32[8]{0}) tuple(%i, %y)
+}
+
+%condition (state: (s32[], f32[8])) -> pred[] {
+  %limit = s32[] constant(64)
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %is_less = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (first: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %first = (s32[], f32[8]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[8]{0}) while(%first), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_of_a_program_for_tpu_runs_up_to_the_limit_of_its_counter():
+    compiled_text = importlib.import_module("_lib.compiled_text")
+    expected = 64 * (32 + 32), 64
+    assert compiled_text.bytes_and_kernels(PROGRAM_FOR_TPU) == expected
+    unknown = PROGRAM_FOR_TPU.replace("constant(64)", "parameter(1)")
+    assert compiled_text.bytes_and_kernels(unknown) == (32 + 32, 1)
+
+
 def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
     path = tmp_path / "steps.json"
     command = [sys.executable, BENCHMARKS / "whole_step.py", "--platforms", "here"]
