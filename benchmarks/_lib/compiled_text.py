@@ -1,5 +1,6 @@
-"""Counts memory traffic, kernels and collectives in the text of a compiled program."""
+"""Counts memory traffic, kernels, products and collectives in a compiled program."""
 
+import collections
 import math
 import re
 from collections.abc import Iterator
@@ -106,7 +107,7 @@ def trips_of(loop: Instruction, bodies: dict[str, Computation]) -> int:
     """Returns how often a loop runs, or 1 if the program does not say so.
 
     XLA for TPU does not write this number. There it is the limit of the loop's counter,
-    which JAX starts from zero.
+    which `lax.scan` starts from zero.
     """
     if match := TRIPS.search(loop.rest):
         return int(match[1])
@@ -175,6 +176,29 @@ def bytes_read(name: str, inside: Computation) -> int | None:
         elif not (each.operation == "dynamic-update-slice" and is_first):
             return None
     return total
+
+
+LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
+
+
+def products_of(program: str) -> collections.Counter[str]:
+    """Counts the products of a compiled program by the dtypes of their operands.
+
+    Products are dots, convolutions, and calls of cuBLAS and cuDNN. A key is a dtype as
+    XLA writes it, such as `f16`, or two of them, as in `f16/f32`. The body of a loop
+    counts once.
+    """
+    products: collections.Counter[str] = collections.Counter()
+    for _, text in COMPUTATION.findall(program):
+        body = instructions_of(text)
+        for instruction in body.values():
+            is_call = instruction.operation == "custom-call"
+            is_call = is_call and LIBRARY_CALL.search(instruction.rest)
+            if is_call or instruction.operation in ("dot", "convolution"):
+                types = [body[name].type for name in instruction.operands[:2]]
+                dtypes = {ARRAY.search(each)[1] for each in types}
+                products["/".join(sorted(dtypes))] += 1
+    return products
 
 
 COLLECTIVE = re.compile(
