@@ -152,6 +152,15 @@ def test_products_are_counted_by_the_dtypes_that_they_multiply():
     assert words == "1 bfloat16/float32, 2 float16, 1 float32"
 
 
+def test_the_products_of_a_whole_step_are_those_of_both_passes():
+    whole_step = importlib.import_module("whole_step")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        (row,) = whole_step.product_rows(["here"], "LSTM", ["float32"])
+    # Each of two LSTMs multiplies its input and its state by weights, and the last
+    # layer its input. The backward pass has two products for each of these five.
+    assert row["here, small"] == "15 float32"
+
+
 def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
     path = tmp_path / "steps.json"
     command = [sys.executable, BENCHMARKS / "whole_step.py", "--platforms", "here"]
