@@ -7,7 +7,6 @@ GPU. `--quick` leaves this table out.
 """
 
 import argparse
-import collections
 import contextlib
 import io
 import math
@@ -22,7 +21,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import SingleDeviceSharding
 
 import optax_lossscale as ols
-from _lib.compiled_text import bytes_and_kernels
+from _lib.compiled_text import bytes_and_kernels, products_of
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.models import MODELS, Case, Encoder
 from _lib.tables import print_tables, versions
@@ -162,7 +161,8 @@ def gpu_rows(gpu: str) -> list[dict[str, str]]:
         compiled = compile_for(gpu, jax.value_and_grad(loss_fn), (params, x))
         program = compiled.as_text()
         temporaries[way] = compiled.memory_analysis().temp_size_in_bytes
-        products, casts = products_and_casts(program)
+        products = products_of(program)
+        entry = program[program.index("\nENTRY") :]
         rows.append(
             {
                 "way": way,
@@ -170,27 +170,12 @@ def gpu_rows(gpu: str) -> list[dict[str, str]]:
                 "products": str(sum(products.values())),
                 "of float16": str(products["f16"]),
                 "kernels": str(bytes_and_kernels(program)[1]),
-                "casts alone": str(casts),
+                "casts alone": str(entry.count("calls=%wrapped_convert")),
                 "temporary MB": f"{temporaries[way] / 1e6:.1f}",
                 "/ float32": f"{temporaries[way] / temporaries['float32']:.2f}",
             }
         )
     return rows
-
-
-def products_and_casts(program: str) -> tuple[collections.Counter[str], int]:
-    """Counts products by the dtypes of their operands, and kernels that only cast."""
-    types = dict(re.findall(r"%([\w.\-]+) = \(?(\w+)\[", program))
-    calls = re.findall(
-        r"custom-call\(([^)]*)\), custom_call_target=\"__cu(?:blas|dnn)", program
-    )
-    calls += re.findall(r" dot\(([^)]*)\)", program)
-    products: collections.Counter[str] = collections.Counter()
-    for operands in calls:
-        names = re.findall(r"%([\w.\-]+)", operands)[:2]
-        products["/".join(sorted({types[name] for name in names}))] += 1
-    entry = program[program.index("\nENTRY") :]
-    return products, len(re.findall(r"calls=%wrapped_convert", entry))
 
 
 def main() -> None:

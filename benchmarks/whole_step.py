@@ -7,16 +7,18 @@ The script needs no TPU and no GPU, only their compilers: `pip install libtpu
 The limit is the step without loss scaling, plus one more read of the gradients in the
 dtype in which they are produced. With `--platforms here` the steps are compiled for the
 device that JAX uses, and timed on it. On a CPU the models are small, so that their
-figures say little, and XLA counts the bytes of a loop once.
+figures say little, and XLA counts the bytes of a loop once. With `--products` the
+script prints one table instead, of the products by the dtypes of their operands.
 """
 
 import argparse
+import re
 from typing import Any
 
 import jax
 
 from _lib.devices import DEVICE_NAMES, use_host_cpu
-from _lib.real_models import MODELS
+from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure
 from _lib.steps import SCALERS, WAYS, fitting
 from _lib.tables import print_tables, versions
@@ -53,8 +55,7 @@ def rows_of(
     platform: str, model: str, ways: list[str], optimizers: list[str], scalers: Any
 ) -> list[dict[str, str]]:
     """Returns a row for each way, optimizer and scaler that fits it."""
-    is_small = platform == "here" and jax.default_backend() == "cpu"
-    where = DEVICE_NAMES.get(platform, "here")
+    is_small = is_small_on(platform)
     rows = []
     for way in ways:
         for optimizer in optimizers:
@@ -62,13 +63,45 @@ def rows_of(
             measured = measure(platform, model, way, optimizer, names, is_small)
             for scaler, own in zip(names, measured, strict=True):
                 labels = {
-                    "compiled for": "here, small" if is_small else where,
+                    "compiled for": device_name(platform),
                     "precision": way,
                     "optimizer": optimizer,
                     "loss scaling": scaler,
                 }
                 rows.append(row(labels, own, measured[0]))
     return rows
+
+
+def is_small_on(platform: str) -> bool:
+    """Whether the models are small, as they are where a CPU runs them."""
+    return platform == "here" and jax.default_backend() == "cpu"
+
+
+def device_name(platform: str) -> str:
+    """Names the device for which a step is compiled."""
+    here = "here, small" if is_small_on(platform) else "here"
+    return DEVICE_NAMES.get(platform, here)
+
+
+def product_rows(
+    platforms: list[str], model: str, ways: list[str]
+) -> list[dict[str, str]]:
+    """Returns a row for each way: the products of the step without loss scaling."""
+    rows = []
+    for way in ways:
+        row = {"model": model, "precision": way}
+        for platform in platforms:
+            is_small = is_small_on(platform)
+            (bare,) = measure(platform, model, way, "adamw", ["none"], is_small)
+            row[device_name(platform)] = in_words(bare.cost.products)
+        rows.append(row)
+    return rows
+
+
+def in_words(products: dict[str, int]) -> str:
+    """Lists numbers of products, such as `8 float16, 2 float32`."""
+    names = {each: re.sub(r"f(?=\d)", "float", each) for each in sorted(products)}
+    return ", ".join(f"{products[each]} {name}" for each, name in names.items())
 
 
 def main() -> None:
@@ -89,9 +122,21 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="AdamW only, and not the headroom rule"
     )
+    parser.add_argument(
+        "--products", action="store_true", help="count only the products, by dtype"
+    )
     arguments = parser.parse_args()
     if "here" not in arguments.platforms:
         use_host_cpu()
+    if arguments.products:
+        platforms, ways = arguments.platforms, arguments.ways
+        rows = [
+            row
+            for model in arguments.models
+            for row in product_rows(platforms, model, ways)
+        ]
+        print_tables(versions(), {"Products by dtype": rows}, arguments.json)
+        return
     scalers = list(SCALERS)
     if arguments.quick:
         scalers.remove("loss_scaled, headroom")

@@ -1,5 +1,6 @@
-"""Counts memory traffic, kernels and collectives in the text of a compiled program."""
+"""Counts memory traffic, kernels, products and collectives in a compiled program."""
 
+import collections
 import math
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((
 COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
 CALLED = re.compile(r"(?:calls|body|to_apply)=%([\w.\-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+CONDITION = re.compile(r"condition=%([\w.\-]+)")
 PARTS = {"slice", "dynamic-slice", "gather"}
 
 
@@ -91,14 +93,32 @@ def cost_of(body: Computation, bodies: dict[str, Computation]) -> tuple[int, int
         if operation.endswith("-start"):
             moved += bytes_of_transfer(instruction)
         elif operation in ("while", "call"):
-            trips = TRIPS.search(rest)
+            trips = trips_of(instruction, bodies)
             inside = cost_of(called, bodies)
-            moved += inside[0] * int(trips[1] if trips else 1)
-            kernels += inside[1] * int(trips[1] if trips else 1)
+            moved += inside[0] * trips
+            kernels += inside[1] * trips
         else:
             kernels += 1
             moved += bytes_of_kernel(instruction, body, called)
     return moved, kernels
+
+
+def trips_of(loop: Instruction, bodies: dict[str, Computation]) -> int:
+    """Returns how often a loop runs, or 1 if the program does not say so.
+
+    XLA for TPU does not write this number. There it is the limit of the loop's counter,
+    which `lax.scan` starts from zero.
+    """
+    if match := TRIPS.search(loop.rest):
+        return int(match[1])
+    match = CONDITION.search(loop.rest)
+    condition = bodies[match[1]] if match else {}
+    for each in condition.values():
+        if each.operation == "compare" and "direction=LT" in each.rest:
+            limit = condition[each.operands[1]]
+            if limit.operation == "constant":
+                return int(limit.rest.split(")")[0])
+    return 1
 
 
 def bytes_of_transfer(start: Instruction) -> int:
@@ -156,6 +176,29 @@ def bytes_read(name: str, inside: Computation) -> int | None:
         elif not (each.operation == "dynamic-update-slice" and is_first):
             return None
     return total
+
+
+LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
+
+
+def products_of(program: str) -> collections.Counter[str]:
+    """Counts the products of a compiled program by the dtypes of their operands.
+
+    Products are dots, convolutions, and calls of cuBLAS and cuDNN. A key is a dtype as
+    XLA writes it, such as `f16`, or two of them, as in `f16/f32`. The body of a loop
+    counts once.
+    """
+    products: collections.Counter[str] = collections.Counter()
+    for _, text in COMPUTATION.findall(program):
+        body = instructions_of(text)
+        for instruction in body.values():
+            is_call = instruction.operation == "custom-call"
+            is_call = is_call and LIBRARY_CALL.search(instruction.rest)
+            if is_call or instruction.operation in ("dot", "convolution"):
+                types = [body[name].type for name in instruction.operands[:2]]
+                dtypes = {ARRAY.search(each)[1] for each in types}
+                products["/".join(sorted(dtypes))] += 1
+    return products
 
 
 COLLECTIVE = re.compile(

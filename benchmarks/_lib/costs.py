@@ -1,5 +1,6 @@
 """The cost of one compiled step."""
 
+import collections
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from _lib.compiled_text import bytes_and_kernels
+from _lib.compiled_text import bytes_and_kernels, products_of
 
 
 class Cost(NamedTuple):
@@ -21,6 +22,7 @@ class Cost(NamedTuple):
         takes the place of a donated argument is not counted again.
       trace_s: Seconds to trace.
       compile_s: Seconds to compile.
+      products: Number of products by the dtypes of their operands.
     """
 
     moved: int
@@ -29,6 +31,7 @@ class Cost(NamedTuple):
     memory: int
     trace_s: float
     compile_s: float
+    products: collections.Counter[str]
 
 
 def compile_step(
@@ -46,11 +49,15 @@ def compile_step(
     start = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - start
-    moved, kernels = bytes_and_kernels(compiled.as_text())
+    program = compiled.as_text()
+    moved, kernels = bytes_and_kernels(program)
     if device.platform == "cpu":
         moved = int(compiled.cost_analysis()["bytes accessed"])
     sizes = compiled.memory_analysis()
     temporaries = sizes.temp_size_in_bytes
     memory = temporaries + sizes.argument_size_in_bytes
     memory += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return compiled, Cost(moved, kernels, temporaries, memory, trace_s, compile_s)
+    products = products_of(program)
+    return compiled, Cost(
+        moved, kernels, temporaries, memory, trace_s, compile_s, products
+    )

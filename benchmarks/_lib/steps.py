@@ -1,4 +1,4 @@
-"""Whole training steps of the models in `real_models.py`, in each way to train them.
+"""Whole training steps of the models in `large_models.py`, in each way to train them.
 
 Nothing here makes an array, so the steps can be compiled for an absent device.
 """

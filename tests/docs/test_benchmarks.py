@@ -8,6 +8,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,83 @@ def test_loops_count_as_often_as_they_run_and_slices_as_what_they_take():
     assert compiled_text.bytes_and_kernels(PROGRAM) == expected
 
 
+PROGRAM_FOR_TPU = """HloModule step
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%state), index=1
+  %y = f32[8]{0} negate(%x)
+  ROOT %next = (s32[], f32[8]{0}) tuple(%i, %y)
+}
+
+%condition (state: (s32[], f32[8])) -> pred[] {
+  %limit = s32[] constant(64)
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %is_less = pred[] compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (first: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %first = (s32[], f32[8]{0}) parameter(0)
+  ROOT %loop = (s32[], f32[8]{0}) while(%first), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_loop_of_a_program_for_tpu_runs_up_to_the_limit_of_its_counter():
+    compiled_text = importlib.import_module("_lib.compiled_text")
+    expected = 64 * (32 + 32), 64
+    assert compiled_text.bytes_and_kernels(PROGRAM_FOR_TPU) == expected
+    unknown = PROGRAM_FOR_TPU.replace("constant(64)", "parameter(1)")
+    assert compiled_text.bytes_and_kernels(unknown) == (32 + 32, 1)
+
+
+PRODUCTS = """HloModule step
+
+%fused (a: f16[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = f16[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %wide = f32[8,8]{1,0} convert(%a)
+  ROOT %product = f32[8,8]{1,0} dot(%wide, %b), lhs_contracting_dims={1}
+}
+
+%fused_on_tpu (a: bf16[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = bf16[8,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = f32[8,8]{1,0:T(8,128)} parameter(1)
+  ROOT %product = f32[8,8]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: f16[8,8], b: f32[8,8], c: bf16[8,8]) -> f32[8,8] {
+  %a = f16[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %c = bf16[8,8]{1,0} parameter(2)
+  %one = (f16[8,8]{1,0}, s8[64]{0}) custom-call(%a, %a), custom_call_target="__cublas$gemm"
+  %two = (f16[8,8]{1,0}, s8[0]{0}) custom-call(%a, %a, %b), custom_call_target="__cudnn$convForward"
+  %no = f32[8,8]{1,0} custom-call(%b, %b), custom_call_target="Sharding"
+  %three = f32[8,8]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused
+  ROOT %four = f32[8,8]{1,0} fusion(%c, %b), kind=kOutput, calls=%fused_on_tpu
+}
+"""  # noqa: E501
+
+
+def test_products_are_counted_by_the_dtypes_that_they_multiply():
+    compiled_text = importlib.import_module("_lib.compiled_text")
+    whole_step = importlib.import_module("whole_step")
+    products = compiled_text.products_of(PRODUCTS)
+    assert products == {"f16": 2, "f32": 1, "bf16/f32": 1}
+    words = whole_step.in_words(products)
+    assert words == "1 bfloat16/float32, 2 float16, 1 float32"
+
+
+def test_the_products_of_a_whole_step_are_those_of_both_passes():
+    whole_step = importlib.import_module("whole_step")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        (row,) = whole_step.product_rows(["here"], "LSTM", ["float32"])
+    # Each of two LSTMs multiplies its input and its state by weights, and the last
+    # layer its input. The backward pass has two products for each of these five.
+    assert row["here, small"] == "15 float32"
+
+
 def test_whole_steps_are_timed_here_with_and_without_loss_scaling(tmp_path):
     path = tmp_path / "steps.json"
     command = [sys.executable, BENCHMARKS / "whole_step.py", "--platforms", "here"]
@@ -147,7 +225,9 @@ def test_a_precision_that_runs_out_of_memory_says_so_and_the_others_are_measured
             jnp.zeros(2**50)
         if precision == "TF32":
             raise jax.errors.JaxRuntimeError("INTERNAL: no algorithm worked")
-        cost = costs.Cost(0, 0, 0, memory=10**7, trace_s=0.0, compile_s=0.0)
+        cost = costs.Cost(
+            0, 0, 0, memory=10**7, trace_s=0.0, compile_s=0.0, products=Counter()
+        )
         return [on_gpu.Measured(cost, 0, time_s=0.002) for _ in scalers]
 
     monkeypatch.setattr(on_gpu, "measure", measure)
