@@ -40,10 +40,12 @@ ARMS = {
     "bfloat16": ("bfloat16", "dynamic"),
     "float16 without a loss scale": ("float16-unscaled", "dynamic"),
     "float16": ("float16", "dynamic"),
-    "float16, headroom rule": ("float16", "headroom"),
-    "float16, smooth rule": ("float16", "smooth"),
     "O2": ("O2", "dynamic"),
     "float16 parameters": ("masters", "dynamic"),
+}
+RULE_ARMS = {
+    "float16, headroom rule": ("float16", "headroom"),
+    "float16, smooth rule": ("float16", "smooth"),
 }
 
 
@@ -54,17 +56,21 @@ class Task(NamedTuple):
       figure: The name of the held-out figure in a report.
       label: This figure in words.
       others: More columns of the table: their titles, by the names of the figures.
+      arms: The precision and the rule of each arm, by its name.
     """
 
     figure: str
     label: str
     others: dict[str, str] = {}  # noqa: RUF012, never changed.
+    arms: dict[str, tuple[str, str]] = ARMS
 
 
 TASKS = {
     "gpt": Task("held_out_bits_per_byte", "held-out bits per byte"),
     "resnet": Task("held_out_loss", "held-out loss", {"held_out_accuracy": "accuracy"}),
-    "lstm": Task("held_out_bits_per_chord", "held-out bits per chord"),
+    "lstm": Task(
+        "held_out_bits_per_chord", "held-out bits per chord", {}, ARMS | RULE_ARMS
+    ),
     "ppo": Task("held_out_score", "held-out score", {"policy_kl": "KL divergence"}),
 }
 
@@ -73,7 +79,7 @@ Run = dict[str, Any]  # A task, an arm, a seed, and columns of figures.
 
 def train(task: str, arm: str, seed: int) -> Run:
     """Trains one arm, and returns its reports as columns."""
-    precision, rule = ARMS[arm]
+    precision, rule = TASKS[task].arms[arm]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "result.json"
         command = [sys.executable, EXAMPLES / f"train_{task}.py", "--json", file]
@@ -94,8 +100,13 @@ def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
     file = FOLDER / "runs.json"
     runs = load()
     known = {(run["task"], run["arm"], run["seed"]) for run in runs}
-    wanted = [(task, arm, seed) for seed in seeds for task in tasks for arm in ARMS]
-    missing = [each for each in wanted if each not in known]
+    missing = [
+        (task, arm, seed)
+        for seed in seeds
+        for task in tasks
+        for arm in TASKS[task].arms
+        if (task, arm, seed) not in known
+    ]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(train, *each) for each in missing]
         done = concurrent.futures.as_completed(futures)
@@ -120,7 +131,7 @@ def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
 def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     """Returns the table of a task, with a row for each arm."""
     rows = []
-    for arm in ARMS:
+    for arm in task.arms:
         last = of_arm(runs, arm, task.figure)[:, -1]
         scales = np.log2(of_arm(runs, arm, "loss_scale")[:, -1])
         rows.append(
@@ -141,24 +152,25 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws the held-out figure of each arm over the steps: mean and range of seeds."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    is_rule = ["rule" in arm for arm in ARMS]
-    groups = {
-        "precisions": [a for a, rule in zip(ARMS, is_rule, strict=True) if not rule],
-        "rules": ["float32", "float16", *[a for a in ARMS if "rule" in a]],
-    }
-    for ax, (title, arms) in zip(axes, groups.items(), strict=True):
+    panels = {"the precisions": list(ARMS)}
+    if task.arms != ARMS:
+        panels["the rules"] = ["float32", "float16", *RULE_ARMS]
+    size = (6 * len(panels), 4.2)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=size, sharey=True, squeeze=False
+    )
+    for ax, (title, arms) in zip(axes.flat, panels.items(), strict=True):
         for arm, style in zip(arms, STYLES, strict=False):
             steps = of_arm(runs, arm, "step")[0]
             values = of_arm(runs, arm, task.figure)
             ax.plot(steps, values.mean(axis=0), label=arm, **style)
             low, high = values.min(axis=0), values.max(axis=0)
             ax.fill_between(steps, low, high, color=style["color"], alpha=0.12)
-        ax.set_title(f"the {title}", loc="left")
+        ax.set_title(title, loc="left")
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small")
-    axes[0].set_ylabel(task.label)
+    axes[0, 0].set_ylabel(task.label)
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -122,7 +122,7 @@ def main() -> None:
     """Reads the options, trains, and prints a sample of text."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=700,
+        steps=500,
         report=50,
         text=(pathlib.Path, None, "a file or folder to learn from"),
         layers=(positive, 3, "number of blocks"),

@@ -210,6 +210,6 @@ def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys
     print_table(real_models.rows_of(real_models.TASKS[task], runs))
     page = (real_models.FOLDER / "README.md").read_text()
     assert capsys.readouterr().out in page
-    for arm in real_models.ARMS:
+    for arm in real_models.TASKS[task].arms:
         seeds = {run["seed"] for run in runs if run["arm"] == arm}
         assert seeds == {0, 1, 2}, arm
