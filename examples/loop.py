@@ -27,15 +27,18 @@ from jax.sharding import PartitionSpec as P
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-# A run may continue with other values of these. Devices change its numbers by rounding.
-FREE_OPTIONS = ("folder", "json", "plot", "coordinator", "process", "processes")
-FREE_OPTIONS += ("devices", "mesh")
+# A run may continue with other values of these options. They do not change its numbers,
+# except that another number of devices adds them up in another order.
+FREE_OPTIONS = ("report", "folder", "json", "plot")
+FREE_OPTIONS += ("devices", "mesh", "coordinator", "processes", "process")
 
 
 def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:
     """Returns a mesh of the devices of all processes. Call it before other JAX code."""
     jax.config.update("jax_num_cpu_devices", options.devices)
-    if options.coordinator is not None:
+    if options.processes > 1:
+        if options.coordinator is None:
+            raise SystemExit("--processes needs --coordinator")
         where = options.coordinator, options.processes, options.process
         jax.distributed.initialize(*where)
     count = options.devices * jax.process_count()
@@ -81,7 +84,8 @@ def train(
         bar.update()
         if count % options.report == 0 or count == options.steps:
             figures = journal.add(count, {"loss": loss, **evaluate(state)}, state)
-            bar.set_postfix(loss=figures["loss"], loss_scale=figures["loss_scale"])
+            bits = np.log2(figures["loss_scale"])
+            bar.set_postfix(loss=figures["loss"], loss_scale=f"2^{bits:.3g}")
     bar.close()
     journal.finish()
     return state
@@ -112,14 +116,14 @@ class Journal:
         if self.folder is None:
             return state
         if (count := self.manager.latest_step()) is not None:
-            notes = ocp.args.JsonRestore()
-            saved = ocp.args.Composite(
-                state=ocp.args.StandardRestore(state), notes=notes
-            )
-            saved = self.manager.restore(count, args=saved)
-            if saved.notes["settings"] != self.settings:
-                raise SystemExit(f"{self.folder} holds a run with other options")
-            state, self.count, self.records = saved.state, count, saved.notes["records"]
+            notes = ocp.args.Composite(notes=ocp.args.JsonRestore())
+            notes = self.manager.restore(count, args=notes).notes
+            if notes["settings"] != self.settings:
+                known = ", ".join(f"{k} {v}" for k, v in notes["settings"].items())
+                raise SystemExit(f"{self.folder} holds another run: {known}")
+            saved = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+            state = self.manager.restore(count, args=saved).state
+            self.count, self.records = count, notes["records"]
         if not self.is_quiet:
             lines = [json.dumps(record) + "\n" for record in self.records]
             (self.folder / "log.jsonl").write_text("".join(lines))
@@ -129,6 +133,8 @@ class Journal:
     def add(self, count: int, figures: dict[str, Any], state: Any) -> dict[str, float]:
         """Adds the report of a step, saves a checkpoint, and returns the figures."""
         figures = {name: np.asarray(x).item() for name, x in figures.items()}
+        if bad := [name for name in figures if not np.isfinite(figures[name])]:
+            raise SystemExit(f"step {count}: {bad[0]} is {figures[bad[0]]}")
         self.records.append({"step": count, **figures})
         if self.folder is None:
             return figures
@@ -138,7 +144,9 @@ class Journal:
             for name, value in figures.items():
                 self.writer.add_scalar(name, value, count)
             self.writer.flush()
-        notes = ocp.args.JsonSave({"settings": self.settings, "records": self.records})
+        # Orbax writes while the training goes on, so it needs a list of its own.
+        notes = {"settings": self.settings, "records": list(self.records)}
+        notes = ocp.args.JsonSave(notes)
         saved = ocp.args.Composite(state=ocp.args.StandardSave(state), notes=notes)
         self.manager.save(count, args=saved)
         return figures

@@ -8,11 +8,12 @@ from precision import PRECISIONS, RULES
 
 # An option's type or its choices, its default, and a line of help.
 Option = tuple[Any, Any, str]
+PICTURES = [".png", ".pdf", ".svg"]
 
 
 def natural(text: str) -> int:
-    """Reads an option that must be a whole number, 0 or more."""
-    if not text.isdecimal():
+    """Reads an option that must be a whole number, at least 0 and below 2**32."""
+    if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text}")
     return int(text)
 
@@ -29,6 +30,22 @@ def new_file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
+    return path
+
+
+def new_picture(text: str) -> pathlib.Path:
+    """Reads the name of a picture to draw."""
+    if (path := new_file(text)).suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must end in one of {', '.join(PICTURES)}")
+    return path
+
+
+def existing(text: str) -> pathlib.Path:
+    """Reads the name of a file or folder that must be there."""
+    if not (path := pathlib.Path(text)).exists():
+        raise argparse.ArgumentTypeError(f"there is no file or folder {text}")
     return path
 
 
@@ -59,7 +76,7 @@ def parse_options(
             "keep logs and checkpoints here, and continue from the last checkpoint",
         ),
         "json": (new_file, None, "write the figures of all reports to this file"),
-        "plot": (new_file, None, "draw the figures of all reports to this picture"),
+        "plot": (new_picture, None, "draw the figures of all reports to this picture"),
     }
     parser = argparse.ArgumentParser(
         description=description,

@@ -69,7 +69,7 @@ def scale_figures(state: Any, grads: Any, exact: Any) -> dict[str, jax.Array]:
     flushed, nonzero = (sum(column) for column in zip(*counts, strict=True))
     metrics = ols.loss_scale_metrics(state)
     return {
-        "flushed": flushed / nonzero,
+        "flushed": flushed / jnp.maximum(nonzero, 1),
         "loss_scale": metrics["loss_scale"],
         "skipped": metrics["total_notfinite"],
     }

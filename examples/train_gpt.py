@@ -2,9 +2,10 @@
 
     python examples/train_gpt.py [--precision float16] [--text FILE_OR_FOLDER]
 
-Without `--text` it reads the topics of Python's `help()`, about 700 kB of English. It
-trains on the first nine tenths, and holds out the rest. `held_out_bits_per_byte` is its
-loss there in bits: a uniform guess has 8, and less is better.
+Without `--text` it reads the topics of Python's `help()`, which are 500 to 700 kB of
+English, depending on the version of Python. It trains on the first nine tenths, and
+holds out the rest. `held_out_bits_per_byte` is its loss there in bits: a uniform guess
+has 8, and less is better.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from flax import nnx
 
 import optax_lossscale as ols
 from loop import make_mesh, train
-from options import parse_options, positive
+from options import existing, parse_options, positive
 from precision import cast, cast_params, scale_figures, with_loss_scale
 
 HEAD_SIZE = 32
@@ -64,9 +65,8 @@ class GPT(nnx.Module):
         x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.bytes.attend(
-            self.norm(x)
-        )  # The embedding is also the output layer.
+        # The embedding of the bytes is the output layer too.
+        return self.bytes.attend(self.norm(x))
 
 
 def loss_fn(model: GPT, text: jax.Array) -> jax.Array:
@@ -84,21 +84,23 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     def matrices(params):  # Weights decay; biases and normalization scales do not.
         return jax.tree.map(lambda x: x.ndim > 1, params)
 
-    adamw = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=matrices)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+    inner = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=matrices)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
     if options.accumulate > 1:
         inner = optax.MultiSteps(inner, options.accumulate)
     return with_loss_scale(inner, options)
 
 
 def load_text(path: pathlib.Path | None) -> np.ndarray:
-    """Returns the bytes of a file, of all files of a folder, or of Python's help."""
+    """Returns the bytes of a file, of the texts in a folder, or of Python's help."""
     if path is None:
         topics = pydoc_data.topics.topics
         data = "\n".join(topics[name] for name in sorted(topics)).encode()
     else:
-        files = [path] if path.is_file() else sorted(path.rglob("*"))
-        data = b"".join(file.read_bytes() for file in files if file.is_file())
+        files = [path] if path.is_file() else sorted(path.rglob("[!.]*"))
+        parts = [file.read_bytes() for file in files if file.is_file()]
+        data = b"".join(part for part in parts if b"\0" not in part)  # Texts only.
+        print(f"{len(data)} bytes of text in {path}")
     return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
@@ -124,7 +126,7 @@ def main() -> None:
         __doc__.splitlines()[0],
         steps=500,
         report=50,
-        text=(pathlib.Path, None, "a file or folder to learn from"),
+        text=(existing, None, "a file or folder to learn from"),
         layers=(positive, 3, "number of blocks"),
         width=(positive, 128, f"width of a block, a multiple of {HEAD_SIZE}"),
         length=(positive, 128, "bytes of a sequence"),
@@ -137,8 +139,8 @@ def main() -> None:
         raise SystemExit(f"--width must be a multiple of {HEAD_SIZE}")
     mesh = make_mesh(options)
     data = load_text(options.text)
-    if len(data) < 10 * (options.length + 1):
-        raise SystemExit(f"the text needs {10 * (options.length + 1)} bytes or more")
+    if len(data) < (least := 10 * (options.length + 1)):
+        raise SystemExit(f"the text has {len(data)} bytes, but needs {least} or more")
     training, held_out = np.split(data, [len(data) * 9 // 10])
 
     def make() -> tuple[GPT, nnx.Optimizer]:
@@ -173,6 +175,7 @@ def main() -> None:
         loss, text = run_loss(model, test_text), test_text[: options.batch]
         grads = ols.scaled_grad(run_loss, optimizer)(model, text)
         params = nnx.state(model, nnx.Param)
+        # This model is a copy, so the state of the run keeps its parameters.
         nnx.update(model, optax.tree.cast(params, jnp.float32))
         exact = nnx.grad(loss_fn)(model, text)
         return {

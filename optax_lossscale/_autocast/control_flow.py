@@ -17,16 +17,19 @@ from optax_lossscale._autocast.identity import Number, renumber, restore
 from optax_lossscale._autocast.notes import is_collecting
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.values import (
-    OF_MASKS,
     OF_PARAMETERS,
     Origin,
     Source,
     Value,
+    as_computed,
     as_declared,
+    as_results,
     cast,
     has_tangent,
     identities,
     is_float32,
+    recomputed,
+    values_like,
 )
 from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
 
@@ -148,35 +151,9 @@ def _traced(
     return jax.make_jaxpr(lambda *xs: apply(values_like(operands, xs)))(*arrays)
 
 
-def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """The operands with other arrays."""
-    pairs = zip(arrays, operands, strict=True)
-    return [operand._replace(array=array) for array, operand in pairs]
-
-
 def _without_arrays(values: Sequence[Value]) -> list[Value]:
     """What is known of the values; their arrays must not leave a trace."""
     return [value._replace(array=None) for value in values]
-
-
-def as_computed(
-    arrays: Sequence[Any], sources: Sequence[Source] = (), *, is_tangent: bool = False
-) -> list[Value]:
-    """Values of arrays that some operation computed."""
-    sources = sources or [Source.PRODUCTS] * len(arrays)
-    return [
-        Value(array, Origin.COMPUTED, source=source, is_tangent=is_tangent)
-        for array, source in zip(arrays, sources, strict=True)
-    ]
-
-
-def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
-    """The results of a loop or of devices; a mask in them is still one."""
-    origins = [x.origin if x.origin in OF_MASKS else Origin.COMPUTED for x in results]
-    return [
-        Value(array, origin, is_tangent=result.is_tangent)
-        for result, origin, array in zip(results, origins, arrays, strict=True)
-    ]
 
 
 def jit(call: Call) -> list[Value]:
@@ -235,11 +212,7 @@ def scan(call: Call) -> list[Value]:
     constants = [_loop_constant(x) for x in call.operands[:first]]
     carry = [operand.array for operand in call.operands[first : first + size]]
     xs = [
-        Value(
-            cast(operand.array, call.policy.dtype),
-            operand.origin,
-            is_tangent=operand.is_tangent,
-        )
+        recomputed(operand, cast(operand.array, call.policy.dtype), operand.origin)
         if variable in by_products
         and is_float32(variable)
         and operand.source not in OF_PARAMETERS
@@ -283,12 +256,8 @@ def _loop_constant(value: Value) -> Value:
     if getattr(value.array, "dtype", None) not in HALVES:
         return value
     wide = cast(value.array, jnp.float32)
-    return value._replace(
-        array=wide,
-        origin=Origin.LOOP_CONSTANT,
-        identity=None,
-        source=Source.ARGUMENTS,
-    )
+    constant = recomputed(value, wide, Origin.LOOP_CONSTANT)
+    return constant._replace(source=Source.ARGUMENTS)
 
 
 def _declared_half(value: Value, variable: Any) -> Value:
@@ -296,8 +265,7 @@ def _declared_half(value: Value, variable: Any) -> Value:
     dtype = variable.aval.dtype
     if dtype not in HALVES:
         return value
-    array = cast(value.array, dtype)
-    return Value(array, value.origin, is_tangent=value.is_tangent)
+    return recomputed(value, cast(value.array, dtype), value.origin)
 
 
 def while_loop(call: Call) -> list[Value]:

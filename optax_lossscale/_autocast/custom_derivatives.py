@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 
-from optax_lossscale._autocast.control_flow import Call, as_computed, values_like
+from optax_lossscale._autocast.control_flow import Call
 from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import OF_PARAMETERS, Value, as_declared, cast
+from optax_lossscale._autocast.values import (
+    OF_PARAMETERS,
+    Value,
+    as_computed,
+    as_declared,
+    cast,
+    values_like,
+)
 from optax_lossscale._jaxprs import context_of, equations_of, evaluate
 from optax_lossscale._tree import is_floating
 

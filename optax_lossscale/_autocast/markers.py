@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import source_info_util
 
-from optax_lossscale._autocast.values import Origin, Value, narrow
+from optax_lossscale._autocast.values import Origin, Value, narrow, recomputed
 from optax_lossscale._jaxprs import METADATA, evaluate, scopes_of
 from optax_lossscale._nnx import flatten, is_state, is_variable
 from optax_lossscale._types import PyTree
@@ -185,13 +185,12 @@ def cast_at_marker(equation: Any, operands: Sequence[Value], low: Any) -> Value 
     old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
     value = operands[0]
     if (old, new) == (low, jnp.float32):
-        return Value(value.array, Origin.PRODUCT, is_tangent=value.is_tangent)
+        return recomputed(value, value.array, Origin.PRODUCT)
     if (old, new) == (jnp.float32, low):
         # A number such as -1e9 may be a mask, which must stay finite.
         is_wide = value.origin is Origin.WIDE
         value = value._replace(origin=Origin.SATURATED) if is_wide else value
-        array = narrow(value, low)
-        return Value(array, Origin.COMPUTED, is_tangent=value.is_tangent)
+        return recomputed(value, narrow(value, low), Origin.COMPUTED)
     return None
 
 

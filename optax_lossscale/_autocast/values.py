@@ -98,6 +98,34 @@ def as_literal(number: Any, dtype: Any) -> Value:
     return constant._replace(origin=Origin.WIDE) if is_wide else constant
 
 
+def recomputed(value: Value, array: Any, origin: Origin) -> Value:
+    """A new value that was computed from another one."""
+    return Value(array, origin, is_tangent=value.is_tangent)
+
+
+def values_like(operands: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """The operands with other arrays."""
+    pairs = zip(arrays, operands, strict=True)
+    return [operand._replace(array=array) for array, operand in pairs]
+
+
+def as_computed(
+    arrays: Sequence[Any], sources: Sequence[Source] = (), *, is_tangent: bool = False
+) -> list[Value]:
+    """Values of arrays that some operation computed."""
+    sources = sources or [Source.PRODUCTS] * len(arrays)
+    return [
+        Value(array, Origin.COMPUTED, source=source, is_tangent=is_tangent)
+        for array, source in zip(arrays, sources, strict=True)
+    ]
+
+
+def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """The results of a loop or of devices; a mask in them is still one."""
+    origins = [x.origin if x.origin in OF_MASKS else Origin.COMPUTED for x in results]
+    return list(map(recomputed, results, arrays, origins))
+
+
 def has_tangent(values: Sequence[Value]) -> bool:
     """Whether a tangent is among the values."""
     return any(value.is_tangent for value in values)

@@ -112,7 +112,10 @@ def test_programs_are_short_enough_to_read():
     [
         (["--steps", "0"], "argument --steps: must be at least 1"),
         (["--seed", "-1"], "argument --seed: must be a whole number, got -1"),
+        (["--seed", str(2**32)], f"must be a whole number, got {2**32}"),
         (["--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--json", "."], ". is a folder"),
+        (["--plot", "a.xyz"], "must end in one of .png, .pdf, .svg"),
     ],
 )
 def test_options_that_cannot_work_are_refused_at_the_start(
@@ -197,10 +200,10 @@ def test_two_processes_that_share_parameters_train_as_one_device_does(tmp_path):
 @pytest.mark.slow
 def test_a_folder_with_another_run_is_refused(tmp_path):
     run("gpt", "--folder", tmp_path)
-    again = command("gpt", "--folder", tmp_path, "--rule", "smooth")
+    again = command("gpt", "--folder", tmp_path, "--width", "64")
     ended = subprocess.run(again, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
-    assert "holds a run with other options" in ended.stderr
+    assert "holds another run: precision float16, rule dynamic" in ended.stderr
 
 
 @pytest.mark.parametrize("task", SMALL)
