@@ -133,8 +133,9 @@ class Journal:
     def add(self, count: int, figures: dict[str, Any], state: Any) -> dict[str, float]:
         """Adds the report of a step, saves a checkpoint, and returns the figures."""
         figures = {name: np.asarray(x).item() for name, x in figures.items()}
-        if bad := [name for name in figures if not np.isfinite(figures[name])]:
-            raise SystemExit(f"step {count}: {bad[0]} is {figures[bad[0]]}")
+        held_out = {name: x for name, x in figures.items() if name != "loss"}
+        if not all(map(np.isfinite, held_out.values())):  # Not for one bad batch only.
+            raise SystemExit(f"The training diverged. Step {count} gave {figures}")
         self.records.append({"step": count, **figures})
         if self.folder is None:
             return figures

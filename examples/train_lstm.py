@@ -98,7 +98,7 @@ def load_chorales() -> np.ndarray:
         with zipfile.ZipFile(path) as file:
             score = max(file.infolist(), key=lambda info: info.file_size)
             score = xml.etree.ElementTree.fromstring(file.read(score))
-        # Three pieces have several notes at once in a part, which `notes_of` cannot read.
+        # `notes_of` cannot read the three pieces with parts of several notes at once.
         if score.find(".//backup") is not None or score.find(".//chord") is not None:
             continue
         notes = [note for part in score.iterfind("part") for note in notes_of(part)]

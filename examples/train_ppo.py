@@ -2,10 +2,9 @@
 
     python examples/train_ppo.py [--precision float16]
 
-The package pgx plays 2048 in JAX, so a step is one compiled program: `--games` games
-go on for `--moves` moves each, and the network learns from these moves. The figure to
-compare is `held_out_score`, the mean score of new games. More is better. The loss grows
-while the network learns, because the values that it predicts grow with the scores.
+The package pgx plays 2048 in JAX, so a step is one compiled program: the network plays
+`--moves` moves of `--games` games, and learns from them. `held_out_score` is the mean
+score of new games: more is better. The loss grows with the values that it predicts.
 
 `policy_kl` is the mismatch between playing and training. Moves are drawn from a copy of
 the network with parameters and activations in the low precision, as in an inference

@@ -159,8 +159,9 @@ def test_the_policy_that_plays_is_nearer_to_the_trained_one_in_float16(tmp_path)
 @pytest.mark.parametrize("task", SMALL)
 def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(task, "--folder", whole, "--json", tmp_path / "whole.json")
-    options = "--folder", killed, "--json", tmp_path / "killed.json"
+    options = ["--precision", "masters", "--folder"]
+    run(task, *options, whole, "--json", tmp_path / "whole.json")
+    options += [killed, "--json", tmp_path / "killed.json"]
     process = subprocess.Popen(command(task, *options), stderr=subprocess.DEVNULL)
     saved = killed / "checkpoints" / "5"
     while not saved.exists():
