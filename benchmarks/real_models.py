@@ -48,6 +48,9 @@ RULE_ARMS = {
     "float16, smooth rule": ("float16", "smooth"),
 }
 
+DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
+DRAWN["float16, smooth rule"] = DRAWN["O2"]  # Never beside each other.
+
 
 class Task(NamedTuple):
     """A program of `examples/`, and the figure by which its runs are compared.
@@ -55,23 +58,27 @@ class Task(NamedTuple):
     Attributes:
       figure: The name of the held-out figure in a report.
       label: This figure in words.
+      digits: How many digits of it to show after the point.
       others: More columns of the table: their titles, by the names of the figures.
       arms: The precision and the rule of each arm, by its name.
     """
 
     figure: str
     label: str
+    digits: int
     others: dict[str, str] = {}  # noqa: RUF012, never changed.
     arms: dict[str, tuple[str, str]] = ARMS
 
 
 TASKS = {
-    "gpt": Task("held_out_bits_per_byte", "held-out bits per byte"),
-    "resnet": Task("held_out_loss", "held-out loss", {"held_out_accuracy": "accuracy"}),
-    "lstm": Task(
-        "held_out_bits_per_chord", "held-out bits per chord", {}, ARMS | RULE_ARMS
+    "gpt": Task("held_out_bits_per_byte", "held-out bits per byte", 3),
+    "resnet": Task(
+        "held_out_loss", "held-out loss", 3, {"held_out_accuracy": "accuracy"}
     ),
-    "ppo": Task("held_out_score", "held-out score", {"policy_kl": "KL divergence"}),
+    "lstm": Task(
+        "held_out_bits_per_chord", "held-out bits per chord", 2, {}, ARMS | RULE_ARMS
+    ),
+    "ppo": Task("held_out_score", "held-out score", 0, {"policy_kl": "KL divergence"}),
 }
 
 Run = dict[str, Any]  # A task, an arm, a seed, and columns of figures.
@@ -133,17 +140,20 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     rows = []
     for arm in task.arms:
         last = of_arm(runs, arm, task.figure)[:, -1]
-        scales = np.log2(of_arm(runs, arm, "loss_scale")[:, -1])
+        low, mean, high = (
+            f"{x:.{task.digits}f}" for x in (last.min(), last.mean(), last.max())
+        )
+        bits = np.log2(of_arm(runs, arm, "loss_scale")[:, -1]).mean()
         rows.append(
             {
                 "arm": arm,
-                task.label: f"{last.mean():.4g} ({last.min():.4g} to {last.max():.4g})",
+                task.label: f"{mean} ({low} to {high})",
                 **{
                     title: f"{of_arm(runs, arm, name)[:, -1].mean():.3g}"
                     for name, title in task.others.items()
                 },
                 "skipped steps": f"{of_arm(runs, arm, 'skipped')[:, -1].mean():.1f}",
-                "final scale": f"2^{scales.mean():.1f}",
+                "final scale": f"2**{bits:.3g}",
                 "flushed": f"{of_arm(runs, arm, 'flushed').mean():.3%}",
             }
         )
@@ -151,18 +161,18 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
 
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
-    """Draws the held-out figure of each arm over the steps: mean and range of seeds."""
-    panels = {"the precisions": list(ARMS)}
+    """Draws figures of each arm over the steps: the mean and the range of the seeds."""
+    panels = [(task.label, task.figure, list(ARMS))]
     if task.arms != ARMS:
-        panels["the rules"] = ["float32", "float16", *RULE_ARMS]
-    size = (6 * len(panels), 4.2)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=size, sharey=True, squeeze=False
-    )
-    for ax, (title, arms) in zip(axes.flat, panels.items(), strict=True):
-        for arm, style in zip(arms, STYLES, strict=False):
+        title = "share of gradient entries flushed to zero"
+        panels.append((title, "flushed", ["bfloat16", "float16", *RULE_ARMS]))
+    count = len(panels)
+    figure, axes = plt.subplots(1, count, figsize=(6 * count, 4.2), squeeze=False)
+    for ax, (title, name, arms) in zip(axes.flat, panels, strict=True):
+        for arm in arms:
+            style = DRAWN[arm]
             steps = of_arm(runs, arm, "step")[0]
-            values = of_arm(runs, arm, task.figure)
+            values = of_arm(runs, arm, name)
             ax.plot(steps, values.mean(axis=0), label=arm, **style)
             low, high = values.min(axis=0), values.max(axis=0)
             ax.fill_between(steps, low, high, color=style["color"], alpha=0.12)
@@ -170,7 +180,6 @@ def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
         ax.legend(fontsize="small")
-    axes[0, 0].set_ylabel(task.label)
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)

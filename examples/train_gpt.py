@@ -77,9 +77,10 @@ def loss_fn(model: GPT, text: jax.Array) -> jax.Array:
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     """Returns AdamW with a schedule, clipping, accumulation and a loss scale."""
-    updates = max(options.steps // options.accumulate, 2)
-    phases = max(updates // 20, 1), updates
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, *phases)
+    steps = max(options.steps // options.accumulate, 2)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, warmup_steps=max(steps // 20, 1), decay_steps=steps
+    )
 
     def matrices(params):  # Weights decay; biases and normalization scales do not.
         return jax.tree.map(lambda x: x.ndim > 1, params)

@@ -71,8 +71,9 @@ def loss_fn(model: LSTM, chords: jax.Array) -> jax.Array:
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     """Returns Adam with a schedule and a loss scale."""
     steps = max(options.steps, 2)
-    phases = max(steps // 20, 1), steps
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, *phases)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, warmup_steps=max(steps // 20, 1), decay_steps=steps
+    )
     return with_loss_scale(optax.adam(rate), options)
 
 

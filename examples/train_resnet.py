@@ -89,8 +89,9 @@ def loss_fn(
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     """Returns SGD with momentum, a schedule, weight decay and a loss scale."""
     steps = max(options.steps, 2)
-    phases = max(steps // 20, 1), steps
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, *phases)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, warmup_steps=max(steps // 20, 1), decay_steps=steps
+    )
 
     def kernels(params):  # Weights decay; biases and normalization scales do not.
         return jax.tree.map(lambda x: x.ndim > 1, params)
