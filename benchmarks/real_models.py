@@ -89,7 +89,7 @@ def train(task: str, arm: str, seed: int) -> Run:
     precision, rule = TASKS[task].arms[arm]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "result.json"
-        command = [sys.executable, EXAMPLES / f"train_{task}.py", "--json", file]
+        command = [sys.executable, EXAMPLES / f"train_{task}.py", f"--json={file}"]
         command += ["--precision", precision, "--rule", rule, "--seed", str(seed)]
         environment = os.environ | ENVIRONMENT
         subprocess.run(command, env=environment, check=True, capture_output=True)
