@@ -195,8 +195,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.record:
         record(arguments.tasks, arguments.seeds, arguments.jobs)
+    recorded = load()
     for name in arguments.tasks:
-        runs = [run for run in load() if run["task"] == name]
+        runs = [run for run in recorded if run["task"] == name]
         if runs:
             print(f"\n#### {name}\n")
             print_table(rows_of(TASKS[name], runs))

@@ -29,8 +29,17 @@ from tqdm import tqdm
 
 # A run may continue with other values of these options. They do not change its numbers,
 # except that another number of devices adds them up in another order.
-FREE_OPTIONS = ("report", "folder", "json", "plot")
-FREE_OPTIONS += ("devices", "mesh", "coordinator", "processes", "process")
+FREE_OPTIONS = {
+    "report",
+    "folder",
+    "json",
+    "plot",
+    "devices",
+    "mesh",
+    "coordinator",
+    "processes",
+    "process",
+}
 
 
 def make_mesh(options: argparse.Namespace) -> jax.sharding.Mesh:

@@ -44,11 +44,11 @@ def command(task: str, *options: object) -> list[str]:
     return [sys.executable, program, *always, *map(str, options)]
 
 
-def run(task: str, *options: object) -> str:
-    """Runs a program to its end, and returns what it printed."""
-    return subprocess.run(
-        command(task, *options), check=True, capture_output=True, text=True, timeout=300
-    ).stdout
+def run(task: str, *options: object) -> None:
+    """Runs a program to its end."""
+    subprocess.run(
+        command(task, *options), check=True, capture_output=True, timeout=300
+    )
 
 
 def result(path: pathlib.Path) -> dict:
