@@ -18,17 +18,21 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 # With JAX 0.7 autocast traces under these metadata, which the equations then carry.
 METADATA = "optax_lossscale_autocast"
+_OF_CHECKPOINT = ("checkpoint", "rematted_computation")  # JAX adds these scopes.
 _UNCHANGED = contextlib.nullcontext()
-_AUTOCAST = os.path.join(os.path.dirname(__file__), "_autocast") + os.sep
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep
 
 
 def evaluate(
     equation: core.JaxprEqn,
     inputs: Sequence[Any],
     params: dict[str, Any] | None = None,
+    *,
+    is_named: bool = True,
 ) -> Sequence[Any]:
     """Returns the outputs of one equation, computed in the context of the equation."""
-    with context_of(equation):
+    with context_of(equation, is_named=is_named):
         params = equation.params if params is None else params
         return bind(equation.primitive, inputs, params)
 
@@ -47,14 +51,20 @@ def bind(
 
 
 @contextlib.contextmanager
-def context_of(equation: core.JaxprEqn) -> Iterator[None]:
-    """Restores what an equation was traced under: its names, mesh and settings."""
-    source = equation.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
+def context_of(equation: core.JaxprEqn, *, is_named: bool = True) -> Iterator[None]:
+    """Restores what an equation was traced under: its names, mesh and settings.
+
+    An equation that no user wrote, such as one in a derivative rule of JAX, stays an
+    equation of the line that called for it. `is_named` is False where the names are
+    around the equation already.
+    """
+    source, names = equation.source_info, source_info_util.current_name_stack()
+    if is_named:
+        names = names + source.name_stack
     is_marked = METADATA in (equation.ctx.xla_metadata or ())
     unmarked = set_xla_metadata(**{METADATA: None}) if is_marked else _UNCHANGED
     with (
-        source_info_util.user_context(source.traceback, name_stack=names),
+        source_info_util.user_context(_traceback_of(equation), name_stack=names),
         equation.ctx.manager,
         unmarked,
     ):
@@ -64,6 +74,36 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
 def scopes_of(equation: core.JaxprEqn) -> list[str]:
     """The names of the scopes and transformations that an equation was traced under."""
     return [element.name for element in equation.source_info.name_stack.stack]
+
+
+def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
+    """The names of the scopes alone, such as those of the modules of Flax Linen."""
+    stack = list(equation.source_info.name_stack.stack)
+    while stack and not _is_scope(stack[-1]):
+        stack.pop()
+    # JAX repeats the whole stack, from a transformation on, in derivative rules.
+    for size in range(len(stack) // 2, 0, -1):
+        while stack[-size:] == stack[-2 * size : -size] and not _is_scope(stack[-size]):
+            del stack[-size:]
+    path = "/".join(element.name for element in stack if _is_scope(element))
+    names = path.split("/") if path else []
+    return tuple(name for name in names if name not in _OF_CHECKPOINT)
+
+
+def _is_scope(element: Any) -> bool:
+    """Whether an element of a name stack is a scope, not a transformation."""
+    return type(element).__name__ == "Scope"
+
+
+def all_scopes_of(
+    program: core.Jaxpr, around: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Yields the names of the scopes around each equation, in nested programs too."""
+    for equation in program.eqns:
+        scope = (*around, *scope_of(equation))
+        yield scope
+        for nested in programs_of(equation):
+            yield from all_scopes_of(nested, scope)
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
@@ -86,8 +126,18 @@ def where_written(equation: core.JaxprEqn) -> str | None:
     for code, place in frames_of(equation):
         if not _is_library(code.co_filename):
             line, column, *_ = source.code_addr2location(code, place)
-            file = os.path.basename(code.co_filename)
+            file = _name_of(code.co_filename)
             return f"{file}:{line}:{column} ({code.co_qualname})"
+    return None
+
+
+def user_line(equation: core.JaxprEqn) -> str | None:
+    """Line and function of the innermost frame that no installed library holds."""
+    source: Any = equation.source_info.traceback
+    for code, place in frames_of(equation):
+        if not _is_installed(code.co_filename):
+            line, *_ = source.code_addr2location(code, place)
+            return f"{_name_of(code.co_filename)}:{line} ({code.co_qualname})"
     return None
 
 
@@ -95,9 +145,20 @@ def where_called() -> str:
     """Line and function of the innermost running frame that is not theirs either."""
     for frame, line in traceback.walk_stack(None):
         if not _is_library(frame.f_code.co_filename):
-            file = os.path.basename(frame.f_code.co_filename)
+            file = _name_of(frame.f_code.co_filename)
             return f"{file}:{line} ({frame.f_code.co_qualname})"
     return ""
+
+
+def _traceback_of(equation: core.JaxprEqn) -> Any:
+    """The traceback of an equation that a user wrote, or None for the current one."""
+    return equation.source_info.traceback if user_line(equation) else None
+
+
+def _name_of(file: str) -> str:
+    """The name of a file; Jupyter writes each cell into a file of its own."""
+    folder, name = os.path.split(file)
+    return "cell" if "ipykernel" in os.path.basename(folder) else name
 
 
 @functools.cache
@@ -105,6 +166,13 @@ def _is_library(file: str) -> bool:
     """Whether a file is part of JAX, of autocast or of Python itself."""
     is_standard = file.startswith(_STANDARD) and "site-packages" not in file
     return is_standard or file.startswith((_JAX, _AUTOCAST))
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Whether a file is part of any installed library, of this one or of Python."""
+    is_package = "site-packages" in file or "dist-packages" in file
+    return is_package or file.startswith((_STANDARD, _PACKAGE))
 
 
 def equations_of(program: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:

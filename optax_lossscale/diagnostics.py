@@ -34,17 +34,28 @@ from optax_lossscale._checks import (
     check_number,
     check_positive,
 )
+from optax_lossscale._operations.operation import Operation, first_nonfinite
+from optax_lossscale._operations.report import print_operation_report
+from optax_lossscale._operations.suggest import suggest_full_precision
+from optax_lossscale._operations.trace import trace_operations
+from optax_lossscale._operations.watch import watch
 from optax_lossscale._tree import floating_leaves, is_floating, real_parts, widen
 from optax_lossscale._types import PyTree
 
 __all__ = [
     "ExponentHistogram",
+    "Operation",
     "exponent_histogram",
+    "first_nonfinite",
     "headroom_bits",
     "nonfinite_report",
     "print_nonfinite_report",
+    "print_operation_report",
+    "suggest_full_precision",
     "suggest_init_scale",
+    "trace_operations",
     "underflow_fraction",
+    "watch",
 ]
 
 

@@ -173,7 +173,8 @@ def _function_of(
         inputs = list(arrays)
         for i, array in zip(places, some, strict=True):
             inputs[i] = array
-        return list(evaluate(equation, inputs))
+        # The rule of the rebuilt operation runs under these names already.
+        return list(evaluate(equation, inputs, is_named=False))
 
     return function
 

@@ -51,7 +51,7 @@ from optax_lossscale._autocast.values import (
     origin_of,
     source_of,
 )
-from optax_lossscale._jaxprs import flagged_variables
+from optax_lossscale._jaxprs import context_of, flagged_variables, scope_of
 from optax_lossscale._normalization import computes_normalization
 
 # Values that are cast anew for each operation that reads them, so that the gradients
@@ -143,10 +143,12 @@ class _Frame:
         """Evaluates one operation and returns its results."""
         # At O2 a normalization layer keeps only its products low.
         is_layer = self.policy.level == "O2" and computes_normalization(equation)
-        policy = self.policy.products_only() if is_layer else self.policy
+        path = scope_of(equation) if self.policy.scopes else ()
+        policy = self.policy.inside(path)
+        policy = policy.products_only() if is_layer else policy
         operands = [as_operand(self.read(x), x, equation) for x in equation.invars]
         flags = [variable in self.to_round for variable in equation.outvars]
-        nesting, reason = nesting_of(equation), reason_left_alone(equation)
+        nesting, reason = nesting_of(equation), reason_left_alone(equation, self.policy)
         if nesting is not None and reason is None:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
             wide = [variable in self.wide for variable in equation.outvars]
@@ -199,12 +201,13 @@ class _Frame:
             return self._multiply(equation, operands)
         dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         is_product = equation.primitive.name in self.policy.low
-        arrays = [
-            self._cast_operand(atom, value, dtype, is_product)
-            for atom, value, dtype in zip(
-                equation.invars, operands, dtypes, strict=True
-            )
-        ]
+        with context_of(equation):
+            arrays = [
+                self._cast_operand(atom, value, dtype, is_product)
+                for atom, value, dtype in zip(
+                    equation.invars, operands, dtypes, strict=True
+                )
+            ]
         if is_refused_on_cpu(equation):
             return evaluate_without_algorithm(equation, arrays)
         return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
@@ -213,15 +216,16 @@ class _Frame:
         """Computes a product in the low dtype, which rounds parameters itself."""
         low = self.policy.dtype
         pairs = list(zip(equation.invars, operands, strict=True))
-        copies = [self._copy(atom, value) for atom, value in pairs[:2]]
         # A parameter is kept anyway, and what is computed from one is not.
         stand_in = tuple(value.source is Source.ARGUMENTS for value in operands[:2])
-        arrays = [
-            value.array
-            if value.source in OF_PARAMETERS
-            else self._cast_operand(atom, value, low, is_product=True)
-            for atom, value in pairs
-        ]
+        with context_of(equation):
+            copies = [self._copy(atom, value) for atom, value in pairs[:2]]
+            arrays = [
+                value.array
+                if value.source in OF_PARAMETERS
+                else self._cast_operand(atom, value, low, is_product=True)
+                for atom, value in pairs
+            ]
         is_wide = equation.outvars[0] in self.wide
         result = jnp.dtype(jnp.float32) if is_wide else low
         params = {**params_in(equation, low), "preferred_element_type": result}
@@ -259,7 +263,9 @@ class _Frame:
         for variable, value, flag in zip(equation.outvars, values, flags, strict=True):
             is_kept = value.origin in OF_ARGUMENTS or value.source in OF_PARAMETERS
             if flag and is_float32(variable) and not is_kept:
-                value = value._replace(array=narrow(value, self.policy.dtype))
+                with context_of(equation):
+                    array = narrow(value, self.policy.dtype)
+                value = value._replace(array=array)
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
             if is_low and value.source in OF_PARAMETERS:
                 value = value._replace(source=Source.PRODUCTS)

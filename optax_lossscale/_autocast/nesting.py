@@ -22,8 +22,10 @@ from optax_lossscale._autocast.control_flow import (
 )
 from optax_lossscale._autocast.custom_derivatives import custom_jvp, custom_vjp
 from optax_lossscale._autocast.markers import reason_of_marker
+from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._autocast.values import Value
+from optax_lossscale._jaxprs import scope_of
 
 
 class Nesting(NamedTuple):
@@ -63,8 +65,10 @@ def nesting_of(equation: Any) -> Nesting | None:
     return _NESTINGS.get(primitive) or _NESTINGS.get(primitive.name)
 
 
-def reason_left_alone(equation: Any) -> str | None:
+def reason_left_alone(equation: Any, policy: Policy) -> str | None:
     """Why an operation is left as it is written, or None if it is not."""
+    if policy.scopes and policy.holds_scope(scope_of(equation)):
+        return "in a scope kept in float32"
     reason = reason_of_marker(equation)
     if reason is not None:
         return reason

@@ -82,6 +82,7 @@ class Policy(NamedTuple):
       low: Names of operations that compute in the low dtype.
       full: Names of operations that compute in float32.
       widest: Names of operations that compute in their widest operand's dtype.
+      scopes: Scopes whose operations stay in float32, each as the names in its path.
     """
 
     dtype: Any
@@ -89,6 +90,7 @@ class Policy(NamedTuple):
     low: frozenset[str]
     full: frozenset[str]
     widest: frozenset[str]
+    scopes: tuple[tuple[str, ...], ...] = ()
 
     @property
     def lowers_everything(self) -> bool:
@@ -98,6 +100,34 @@ class Policy(NamedTuple):
     def products_only(self) -> "Policy":
         """The policy under which only the low list is low; the rest is float32."""
         return self._replace(widest=frozenset())
+
+    def holds_scope(self, path: tuple[str, ...]) -> bool:
+        """Whether operations with this path of scopes stay in float32."""
+        return any(path[: len(scope)] == scope for scope in self.scopes)
+
+    def check_scopes(self, paths: Iterable[tuple[str, ...]]) -> None:
+        """Refuses a scope that no operation of a program is in."""
+        known = set(paths)
+        for scope in self.scopes:
+            if not any(path[: len(scope)] == scope for path in known):
+                names = {
+                    "/".join(path[:size]) + "/"
+                    for path in known
+                    for size in range(1, len(path) + 1)
+                }
+                name = "/".join(scope) + "/"
+                raise ValueError(
+                    f"`high` must hold scopes of the function, got {name!r}, in which "
+                    f"it has no operation.{_did_you_mean(name, names)}"
+                )
+
+    def inside(self, path: tuple[str, ...]) -> "Policy":
+        """The policy for the programs of an operation, whose paths begin with its."""
+        if not self.scopes:
+            return self
+        size = len(path)
+        rest = (scope[size:] for scope in self.scopes if scope[:size] == path)
+        return self._replace(scopes=tuple(rest))
 
 
 def make_policy(
@@ -117,7 +147,9 @@ def make_policy(
             f"{_did_you_mean(str(level).upper().replace('0', 'O', 1), LEVELS)}"
         )
     to_low = _check_names("low", low, nested)
-    to_high = _check_names("high", high, nested)
+    names = _check_sequence("high", high)
+    scopes = [name for name in names if str(name).endswith("/")]
+    to_high = _check_names("high", [x for x in names if x not in scopes], nested)
     if to_low & to_high:
         raise ValueError(
             f"`low` and `high` must not share names, got {sorted(to_low & to_high)}."
@@ -129,6 +161,7 @@ def make_policy(
         low=(LOW | to_low) - to_high,
         full=(full | to_high) - to_low,
         widest=(WIDEST | (SENSITIVE - full)) - to_low - to_high,
+        scopes=tuple(tuple(scope[:-1].split("/")) for scope in scopes),
     )
 
 
@@ -153,8 +186,7 @@ def _check_low_dtype(dtype: Any) -> Any:
 def _check_names(
     setting: str, names: Sequence[str], nested: frozenset[str]
 ) -> frozenset[str]:
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"`{setting}` must be a sequence of names, got {names!r}.")
+    names = _check_sequence(setting, names)
     known = {
         primitive.name
         for primitive in vars(core.primitives).values()
@@ -168,6 +200,12 @@ def _check_names(
                 f"{_did_you_mean(name, known)}"
             )
     return frozenset(names)
+
+
+def _check_sequence(setting: str, names: Sequence[str]) -> list[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"`{setting}` must be a sequence of names, got {names!r}.")
+    return list(names)
 
 
 def _did_you_mean(name: str, known: Sequence[str] | set[str]) -> str:

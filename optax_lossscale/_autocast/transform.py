@@ -39,6 +39,8 @@ from optax_lossscale._autocast.scopes import (
     scopes_of,
 )
 from optax_lossscale._autocast.values import Origin, as_argument, as_declared
+from optax_lossscale._jaxprs import all_scopes_of
+from optax_lossscale._module_names import named_calls
 from optax_lossscale._nnx import is_module, leaves_of, one_of_each
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree
@@ -163,7 +165,10 @@ def autocast(
       low: Names of further JAX primitives to run in `dtype`, such as `"cumsum"`. Where
         the backend cannot run them in `dtype`, they stay in float32, and
         `autocast_report` says so.
-      high: Names of further JAX primitives to run in float32, such as `"tanh"`.
+      high: What else to run in float32: names of JAX primitives, such as `"tanh"`, and
+        of scopes, which end with `/`, such as `"Net/Dense_0/"`. A scope is the path of
+        a module, or a `jax.named_scope`; `diagnostics.trace_operations` lists them, and
+        `diagnostics.suggest_full_precision` returns such names.
 
     Returns:
       A function with the signature of `fun` and results of the same dtypes; without
@@ -174,8 +179,9 @@ def autocast(
         is not floating.
       ValueError: If `dtype` is float8, or not narrower than float32; if the level is
         unknown; if a name in `low` or `high` is not that of a primitive. When the
-        result is called, if `fun` changes an argument in place that is not a module, or
-        a module of `flax.nnx` that is not an argument.
+        result is called, if no operation is in a scope that `high` names; if `fun`
+        changes an argument in place that is not a module, or a module of `flax.nnx`
+        that is not an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -203,6 +209,12 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        if not policy.scopes:
+            return call_cast(*args, **kwargs)
+        with named_calls(fun, (args, kwargs)):
+            return call_cast(*args, **kwargs)
+
+    def call_cast(*args: Any, **kwargs: Any) -> PyTree:
         if policy.level == "O0":
             add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
             return fun(*args, **kwargs)
@@ -310,6 +322,8 @@ def _call(
         return Partial(other_results.merge, results)
 
     closed, results = jax.make_jaxpr(trace, return_shape=True)(*arrays)
+    if policy.scopes:
+        policy.check_scopes(all_scopes_of(closed.jaxpr))
     instead = {id(constant): array for constant, array in captured}
     consts = [instead.get(id(constant), constant) for constant in closed.consts]
     closed = core.ClosedJaxpr(closed.jaxpr, consts)

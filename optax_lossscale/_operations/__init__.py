@@ -1,0 +1,1 @@
+"""Run a program operation by operation, beside a copy of it in float32."""

@@ -1,0 +1,147 @@
+"""Print the operations that lose most."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+import jax.numpy as jnp
+
+from optax_lossscale._checks import check_count
+from optax_lossscale._operations.operation import Operation, first_nonfinite
+
+_TITLES = (
+    *("operation", "pass", "dtype", "largest", "nonfinite", "underflow", "error"),
+    *("headroom", "where", "scope"),
+)
+_AS_NUMBERS = _TITLES[3:8]
+
+
+def print_operation_report(
+    operations: Sequence[Operation], *, limit: int = 20, file: TextIO | None = None
+) -> None:
+    """Prints which operation made the first nonfinite number, and the worst operations.
+
+    A line for each operation, worst first: those that made NaN or infinity out of
+    finite operands, in order of execution, and then those that flushed the largest
+    share of their entries to zero, or added the largest error. Operations that only
+    pass on what they received are left out.
+
+    The columns are attributes of `Operation`: `largest` is the largest magnitude,
+    `nonfinite` counts the NaN and infinite entries, `underflow` is the share of entries
+    flushed to zero, `error` the relative difference from float32, and `headroom` the
+    bits between the float32 result and the largest number of the dtype.
+
+    Args:
+      operations: What `trace_operations` returned, or a part of it.
+      limit: The largest number of lines, at least 1.
+      file: The text file to print to. None means standard output.
+
+    Raises:
+      ValueError: If `limit` is below 1.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w))
+      >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+      >>> operations = ols.diagnostics.trace_operations(loss_fn, w, x)
+      >>> ols.diagnostics.print_operation_report(operations, limit=1)
+      8 operations ran, 1 of them made NaN or infinity ...
+    """
+    limit = check_count("limit", limit)
+    lines = [*_summary(operations), ""]
+    rows = [_TITLES, *map(_cells, _worst(operations)[:limit])]
+    if len(rows) > 1:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [_line(row, widths) for row in rows]
+    print("\n".join(lines).rstrip(), file=sys.stdout if file is None else file)
+
+
+def _summary(operations: Sequence[Operation]) -> list[str]:
+    """What happened, in sentences."""
+    made = sum(operation.made_nonfinite > 0 for operation in operations)
+    nonfinite = sum(operation.nonfinite > 0 for operation in operations)
+    first = first_nonfinite(operations)
+    ran = f"{len(operations)} operations ran"
+    if not nonfinite:
+        return [f"{ran}, and all their results are finite."]
+    if first is None:
+        return [
+            f"{ran}. None made NaN or infinity, but {nonfinite} received some. "
+            "(Look at the arguments.)"
+        ]
+    received = nonfinite - made
+    text = f"{ran}, {made} of them made NaN or infinity, and {received} received some."
+    return [text, f"The first: {describe(first)}"]
+
+
+def describe(operation: Operation) -> str:
+    """One operation that made nonfinite numbers, and why it did, in a sentence."""
+    which = "backward" if operation.is_backward else "forward"
+    scope = f" in {operation.scope}" if operation.scope else ""
+    size = math.prod(operation.shape)
+    entries = f"{operation.made_nonfinite} of {size} entries"
+    if operation.iteration is not None:
+        entries += f", first in iteration {operation.iteration} of its loop"
+    what = f"{operation.primitive} at {operation.where}{scope}, {which} pass: {entries}."
+    return f"{what} {_reason(operation)}"
+
+
+def _reason(operation: Operation) -> str:
+    """Why an operation made a nonfinite number."""
+    name, bits = operation.dtype.name, -operation.headroom_bits
+    largest = float(jnp.finfo(operation.dtype).max)
+    reference = f"{operation.float32_largest:.3g}"
+    if math.isinf(bits) and bits > 0:
+        return "The same operation is not finite in float32 either."
+    if bits <= 0:
+        return (
+            f"In float32 its largest entry is {reference}, which {name} can hold, so "
+            "its operands were too large, or it computed NaN."
+        )
+    beyond = f"In float32 its largest entry is {reference}, beyond {largest:g}"
+    if operation.overflows_only_scaled:
+        return (
+            f"{beyond}, the largest number of {name}. Only the loss scale makes it "
+            f"overflow: with a scale lower by 2**{math.ceil(bits)} it fits."
+        )
+    return f"{beyond}, the largest number of {name}, at any loss scale."
+
+
+def _worst(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations that make nonfinite numbers or lose some, worst first."""
+    made = [x for x in operations if x.made_nonfinite]
+    others = [x for x in operations if not x.nonfinite and _loss_of(x) > 0]
+    return made + sorted(others, key=_loss_of, reverse=True)
+
+
+def _loss_of(operation: Operation) -> float:
+    """The larger of the share that an operation flushes and the error that it adds."""
+    return max(operation.added_underflow, operation.added_error)
+
+
+def _cells(operation: Operation) -> tuple[str, ...]:
+    return (
+        operation.primitive,
+        "backward" if operation.is_backward else "forward",
+        operation.dtype.name,
+        f"{operation.largest:.3g}",
+        str(operation.nonfinite),
+        f"{operation.underflow:.1%}",
+        f"{operation.error:.1e}",
+        f"{operation.headroom_bits:.1f}",
+        operation.where,
+        operation.scope,
+    )
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of the table, with numbers to the right."""
+    cells = [
+        cell.rjust(width) if title in _AS_NUMBERS else cell.ljust(width)
+        for title, cell, width in zip(_TITLES, row, widths, strict=True)
+    ]
+    return "  ".join(cells).rstrip()

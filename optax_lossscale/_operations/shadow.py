@@ -1,0 +1,217 @@
+"""Evaluate a program twice at once: as it is written, and beside it in float32.
+
+Each operation runs on its operands, and a second time on what these would be if nothing
+had ever been rounded to fewer than 32 bits. Both take the same branches and make the
+same number of steps in loops. All of it can be traced: loops run as loops of JAX, whose
+body is evaluated in this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives
+
+from optax_lossscale._autocast.products import low_product_p, product_of, split
+from optax_lossscale._jaxprs import (
+    evaluate,
+    scope_of,
+    scopes_of,
+    user_line,
+    where_written,
+)
+from optax_lossscale._operations.nesting import NESTINGS, needed
+from optax_lossscale._operations.statistics import measure
+from optax_lossscale._operations.values import (
+    Context,
+    Frame,
+    Record,
+    Tape,
+    Value,
+    as_argument,
+    of_number,
+    widened,
+)
+from optax_lossscale._tree import is_floating, wide_dtype
+
+
+_PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
+
+
+def run(
+    closed: core.ClosedJaxpr,
+    operands: Sequence[Value],
+    tape: Tape,
+    context: Context,
+    is_forward: Sequence[bool],
+) -> list[Value]:
+    """Evaluates a program, and records its operations.
+
+    Args:
+      closed: The program.
+      operands: A value for each of its inputs.
+      tape: Where its operations are recorded.
+      context: What surrounds it.
+      is_forward: For each of its results, whether more than gradients depend on it.
+    """
+    program = closed.jaxpr
+    values: dict[core.Var, Value] = {}
+
+    def read(atom: Any) -> Value:
+        return of_number(atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+    values.update(zip(program.constvars, map(as_argument, closed.consts), strict=True))
+    values.update(zip(program.invars, operands, strict=True))
+    live = needed(program, [True] * len(program.outvars))
+    forward = needed(program, is_forward)
+    for equation, dead in zip(program.eqns, _last_reads(program), strict=True):
+        if live.isdisjoint(equation.outvars) and not equation.effects:
+            continue
+        flags = [variable in forward for variable in equation.outvars]
+        inputs = [read(atom) for atom in equation.invars]
+        outputs = _apply(Frame(run, equation, inputs, tape, context, flags))
+        values.update(zip(equation.outvars, outputs, strict=True))
+        for variable in dead:  # So that their memory is free.
+            values.pop(variable, None)
+    return [read(atom) for atom in program.outvars]
+
+
+def _last_reads(program: core.Jaxpr) -> list[set[core.Var]]:
+    """For each equation, the variables that no later one reads."""
+    seen = {atom for atom in program.outvars if isinstance(atom, core.Var)}
+    dead = []
+    for equation in reversed(program.eqns):
+        atoms = [*equation.invars, *equation.outvars]
+        variables = {atom for atom in atoms if isinstance(atom, core.Var)}
+        dead.append(variables - seen)
+        seen |= variables
+    return dead[::-1]
+
+
+def _apply(frame: Frame) -> list[Value]:
+    """Evaluates one operation and returns its results."""
+    primitive = frame.equation.primitive
+    evaluate_programs = NESTINGS.get(primitive) or NESTINGS.get(primitive.name)
+    if evaluate_programs is None or _is_saturation(frame.equation):
+        return _apply_alone(frame)
+    where = user_line(frame.equation) or frame.context.where
+    scope = (*frame.context.scope, *scope_of(frame.equation))
+    context = frame.context._replace(
+        where=where, scope=scope, is_transposed=_is_transposed(frame)
+    )
+    return evaluate_programs(frame._replace(context=context))
+
+
+def _apply_alone(frame: Frame) -> list[Value]:
+    """Evaluates and records an operation that holds no programs."""
+    equation, operands, tape = frame.equation, frame.operands, frame.tape
+    arrays = list(evaluate(equation, [x.array for x in operands]))
+    if tape.is_local and equation.primitive in (low_product_p, *_PRODUCTS):
+        references = list(map(widened, arrays))  # Another product would take long.
+    else:
+        references = _in_float32(equation, operands, arrays)
+    is_scaled = any(x.is_scaled for x in operands)
+    floats = [i for i, array in enumerate(arrays) if is_floating(array)]
+    health = None
+    if floats:
+        results = [arrays[i] for i in floats]
+        exact = [references[i] for i in floats]
+        known = [x.health for x in operands if x.health is not None]
+        statistics, health = measure(results, exact, known, tape.clock)
+        tape.records.append(_record(frame, results[0], is_scaled))
+        tape.statistics.append(statistics)
+    if tape.is_local:
+        references = list(map(widened, arrays))
+    return [
+        Value(array, reference, health if i in floats else None, is_scaled)
+        for i, (array, reference) in enumerate(zip(arrays, references, strict=True))
+    ]
+
+
+def _record(frame: Frame, result: Any, is_scaled: bool) -> Record:
+    """The record of an operation with a first floating result."""
+    equation, context = frame.equation, frame.context
+    where = user_line(equation) or context.where or where_written(equation) or ""
+    return Record(
+        primitive=_name_of(equation),
+        where=where,
+        scope=(*context.scope, *scope_of(equation)),
+        is_backward=not any(frame.is_forward),
+        is_transposed=_is_transposed(frame),
+        is_scaled=is_scaled,
+        is_recomputed=context.is_recomputed and not is_scaled,
+        dtype=jnp.result_type(result),
+        shape=jnp.shape(result),
+        loop=context.loop,
+    )
+
+
+def _is_transposed(frame: Frame) -> bool:
+    """Whether an operation belongs to a backward pass."""
+    return frame.context.is_transposed or "transpose" in scopes_of(frame.equation)
+
+
+def _name_of(equation: core.JaxprEqn) -> str:
+    """The name of a primitive as users know it."""
+    if equation.primitive is low_product_p:
+        return str(product_of(equation.params["jaxpr"]).primitive.name)
+    if _is_saturation(equation):
+        return "convert_element_type"
+    return str(equation.primitive.name)
+
+
+def _is_saturation(equation: core.JaxprEqn) -> bool:
+    """Whether an operation is the cast of autocast that keeps masks finite."""
+    return equation.params.get("name") == "_saturate"
+
+
+def _in_float32(
+    equation: core.JaxprEqn, operands: Sequence[Value], arrays: Sequence[Any]
+) -> list[Any]:
+    """The results of an operation on the references of its operands.
+
+    Where it cannot run in float32, its results are widened as they are.
+    """
+    references = [x.reference for x in operands]
+    if _is_saturation(equation) or equation.primitive.name == "reduce_precision":
+        return references
+    is_product = equation.primitive is low_product_p
+    is_rounded = is_product or any(map(_is_narrow, arrays))
+    if not is_rounded and all(x.reference is x.array for x in operands):
+        return list(arrays)
+    # Such as an operation on bits, or a kernel that is written for one dtype.
+    with contextlib.suppress(Exception):
+        if is_product:
+            references, _ = split(references, equation.params["copied"])
+            equation = product_of(equation.params["jaxpr"])
+        params = {key: _wide_param(x) for key, x in equation.params.items()}
+        if not equation.effects:
+            outputs = list(evaluate(equation, references, params))
+            if all(map(_is_reference, outputs, arrays)):
+                return outputs
+    return list(map(widened, arrays))
+
+
+def _is_reference(output: Any, array: Any) -> bool:
+    """Whether an array may be the reference of another one."""
+    dtype = jnp.result_type(array)
+    dtype = wide_dtype(dtype) if _is_narrow(array) else dtype
+    return jnp.shape(output) == jnp.shape(array) and jnp.result_type(output) == dtype
+
+
+def _is_narrow(array: Any) -> bool:
+    """Whether an array has fewer than 32 bits."""
+    return is_floating(array) and jnp.finfo(jnp.result_type(array)).bits < 32
+
+
+def _wide_param(param: Any) -> Any:
+    """A parameter of an operation; a dtype below 32 bits becomes float32."""
+    is_dtype = isinstance(param, np.dtype) and jnp.issubdtype(param, jnp.floating)
+    return wide_dtype(param) if is_dtype else param
+
+

@@ -1,0 +1,198 @@
+"""The numbers of one operation: those of its results, beside the same in float32."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._tree import real_parts, widen
+
+NEVER = 2**31 - 1  # Later than any iteration of a loop.
+
+
+class Health(NamedTuple):
+    """What an operation hands on to the operations that read its results.
+
+    Attributes:
+      nonfinite: `i32[]`. The number of entries that are NaN or infinite.
+      diverged: `i32[]`. The number of those that are finite in float32.
+      underflow: `f32[]`. The share of entries that are zero, but not in float32.
+      error: `f32[]`. The relative difference from float32.
+    """
+
+    nonfinite: jax.Array
+    diverged: jax.Array
+    underflow: jax.Array
+    error: jax.Array
+
+
+class Statistics(NamedTuple):
+    """The numbers of one operation. Of several runs of it, the largest ones count.
+
+    Attributes:
+      magnitudes: `f32[6]`. The largest magnitude, the same in float32, the underflow,
+        the error, and by how much these two exceed those of the operands.
+      counts: `i32[3]`. The number of nonfinite entries; the same, but 0 if an operand
+        had some; minus the iteration in which the operation first made one.
+    """
+
+    magnitudes: Any
+    counts: Any
+
+
+def is_run(statistics: Statistics) -> bool:
+    """Whether the operation ran at all."""
+    return bool(statistics.magnitudes[0] >= 0)
+
+
+def never_run(like: Statistics) -> Statistics:
+    """The statistics of an operation in a branch that is not taken."""
+    return Statistics(
+        jnp.full(like.magnitudes.shape, -jnp.inf, like.magnitudes.dtype),
+        jnp.full(like.counts.shape, -NEVER, like.counts.dtype),
+    )
+
+
+def largest_of_runs(stacked: Statistics) -> Statistics:
+    """The statistics of an operation from those of all its runs, stacked."""
+    magnitudes, counts = stacked
+    return Statistics(
+        jnp.max(magnitudes, axis=0, initial=-jnp.inf),
+        jnp.max(counts, axis=0, initial=-NEVER),
+    )
+
+
+class _Comparison(NamedTuple):
+    """Sums and maxima over the entries of an array and of its reference.
+
+    Each is a scalar: the largest magnitudes of both, infinite if an entry is not
+    finite; four numbers of entries; the squared norms, in units of the largest entry,
+    of the difference and of the reference.
+    """
+
+    largest: jax.Array
+    reference: jax.Array
+    nonfinite: jax.Array
+    diverged: jax.Array
+    nonzero: jax.Array
+    flushed: jax.Array
+    difference: jax.Array
+    norm: jax.Array
+
+
+def measure(
+    arrays: Sequence[jax.Array],
+    references: Sequence[jax.Array],
+    operands: Sequence[Health],
+    clock: Any,
+) -> tuple[Statistics, Health]:
+    """Measures the floating results of an operation.
+
+    Args:
+      arrays: The results, of any shape.
+      references: The same results in float32; the same objects if never rounded.
+      operands: The health of the operands, apart from those that are sound.
+      clock: `i32[]`. How many iterations of loops have begun before.
+    """
+    comparisons = [
+        part
+        for x, reference in zip(arrays, references, strict=True)
+        for part in _compare_parts(x, None if reference is x else reference)
+    ]
+    return _conclude(comparisons, operands, clock)
+
+
+# Two functions, because XLA compiles one for each shape, and one for each number of
+# operands: for both together it would take minutes to compile a large model.
+@jax.jit
+def _compare_parts(
+    array: jax.Array, reference: jax.Array | None
+) -> list[_Comparison]:
+    """Compares an array, or the two parts of a complex one, with its reference."""
+    parts = real_parts(array)
+    if reference is None:
+        return [_compare(widen(x), widen(x)) for x in parts]
+    pairs = zip(parts, real_parts(reference), strict=True)
+    return [_compare(widen(x), widen(r)) for x, r in pairs]
+
+
+def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
+    """Compares the entries of two real arrays, all in one reduction."""
+    x, r = x.reshape(-1), r.reshape(-1)
+    is_bad, is_bad_reference = ~jnp.isfinite(x), ~jnp.isfinite(r)
+    is_finite = ~is_bad & ~is_bad_reference
+    # In units of the largest entry, so that no square overflows.
+    top = jnp.max(jnp.where(is_finite, jnp.abs(r), 0), initial=0)
+    unit = jnp.where(top > 0, top, 1)
+    difference = jnp.where(is_finite, x / unit - r / unit, 0)
+    difference = jnp.where(is_bad ^ is_bad_reference, jnp.inf, difference)
+    is_nonzero = r != 0
+    columns = _Comparison(
+        largest=jnp.where(is_bad, jnp.inf, jnp.abs(x)),
+        reference=jnp.where(is_bad_reference, jnp.inf, jnp.abs(r)),
+        nonfinite=is_bad.astype(jnp.int32),
+        diverged=(is_bad & ~is_bad_reference).astype(jnp.int32),
+        nonzero=is_nonzero.astype(jnp.int32),
+        flushed=(is_nonzero & (x == 0)).astype(jnp.int32),
+        difference=difference**2,
+        norm=jnp.where(is_finite, r / unit, 0) ** 2,
+    )
+    zeros = _Comparison(*(np.zeros((), column.dtype) for column in columns))
+    result: _Comparison = lax.reduce(columns, zeros, _add, (0,))
+    return result._replace(
+        **{
+            name: getattr(result, name).astype(jnp.float32)
+            for name in ("largest", "reference", "difference", "norm")
+        }
+    )
+
+
+def _add(one: _Comparison, other: _Comparison) -> _Comparison:
+    """The sums and maxima over the entries of two parts of an array."""
+    return _Comparison(
+        jnp.maximum(one.largest, other.largest),
+        jnp.maximum(one.reference, other.reference),
+        *(x + y for x, y in zip(one[2:], other[2:], strict=True)),
+    )
+
+
+@jax.jit
+def _conclude(
+    comparisons: Sequence[_Comparison], operands: Sequence[Health], clock: Any
+) -> tuple[Statistics, Health]:
+    """The statistics of an operation from the comparisons of all its results."""
+    all_parts = _Comparison(*(jnp.stack(x) for x in zip(*comparisons, strict=True)))
+    underflow = all_parts.flushed / jnp.maximum(all_parts.nonzero, 1)
+    error = jnp.sqrt(all_parts.difference) / jnp.sqrt(all_parts.norm)
+    # Nothing but zeros in float32: then any other result is infinitely wrong.
+    of_zeros = jnp.where(all_parts.difference > 0, jnp.inf, 0.0)
+    error = jnp.where(all_parts.norm > 0, error, of_zeros)
+    health = Health(
+        nonfinite=jnp.sum(all_parts.nonfinite, dtype=jnp.int32),
+        diverged=jnp.sum(all_parts.diverged, dtype=jnp.int32),
+        underflow=jnp.max(underflow).astype(jnp.float32),
+        error=jnp.max(error),
+    )
+    sound = jax.tree.map(jnp.zeros_like, health)
+    before = jax.tree.map(lambda *x: jnp.max(jnp.stack(x)), sound, *operands)
+    made = jnp.where(before.diverged > 0, 0, health.diverged)
+    made = jnp.where(before.nonfinite > 0, made, health.nonfinite)
+    magnitudes = [
+        jnp.max(all_parts.largest),
+        jnp.max(all_parts.reference),
+        health.underflow,
+        health.error,
+        _excess(health.underflow, before.underflow),
+        _excess(health.error, before.error),
+    ]
+    minus_first = jnp.where(made > 0, -clock, -NEVER)
+    counts = [health.nonfinite, made, minus_first.astype(jnp.int32)]
+    return Statistics(jnp.stack(magnitudes), jnp.stack(counts)), health
+
+
+def _excess(new: jax.Array, old: jax.Array) -> jax.Array:
+    """By how much a number exceeds another one; infinities are equal."""
+    return jnp.where(new > old, new - old, 0.0)

@@ -1,0 +1,192 @@
+"""Run a function and its gradient operation by operation, and keep their numbers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from optax_lossscale._autocast.arguments import partition
+from optax_lossscale._autocast.modules import (
+    as_partial,
+    call_partial,
+    call_with_states,
+)
+from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._checks import check_concrete, check_scale
+from optax_lossscale._grad import scaled_value_and_grad
+from optax_lossscale._module_names import named_calls
+from optax_lossscale._nnx import modules_of
+from optax_lossscale._operations.operation import Operations, operations_of
+from optax_lossscale._operations.shadow import run
+from optax_lossscale._operations.values import Context, Tape, Value, as_argument
+from optax_lossscale._rules import static_loss_scale
+from optax_lossscale._tree import is_floating
+from optax_lossscale._types import PyTree
+
+
+class _Program(NamedTuple):
+    """A function and its gradient as a program.
+
+    Attributes:
+      closed: The program; its first input is the loss scale.
+      arrays: Its other inputs.
+      is_forward: For each result, whether it is not a gradient.
+    """
+
+    closed: core.ClosedJaxpr
+    arrays: list[jax.Array]
+    is_forward: list[bool]
+
+
+def trace_operations(
+    fun: Callable[..., Any],
+    *args: Any,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    level: str = "O1",
+    loss_scale: float = 1.0,
+    argnums: int | Sequence[int] = 0,
+) -> Operations:
+    """Runs a function and its gradient, and returns the numbers of every operation."""
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
+    check_concrete("args", args, "Call it outside `jit`.")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
+    loss_scale = check_scale("loss_scale", loss_scale)
+
+    def program_with(high: Sequence[str]) -> _Program:
+        low_fun = autocast(fun, dtype, level=level, high=high)
+        with named_calls(fun, args):
+            return _trace(low_fun, args, argnums)
+
+    def badness(high: Sequence[str]) -> tuple[float, float]:
+        program = program_with(high)
+        _, results = _run(program, loss_scale, context)
+        flags = program.is_forward
+        is_measured = flags if all(flags) else [not flag for flag in flags]
+        return _badness(list(itertools.compress(results, is_measured)))
+
+    context = Context(where=_where_defined(fun))
+    tape, _ = _run(program_with(()), loss_scale, context)
+    return Operations(operations_of(tape, loss_scale), badness)
+
+
+def _badness(values: Sequence[Value]) -> tuple[float, float]:
+    """The share of entries that only their reference has finite; the others' error."""
+    bad = difference = norm = size = 0.0
+    for value in values:
+        if not is_floating(value.array):
+            continue
+        array, reference = (
+            np.asarray(x).astype(np.complex128) for x in (value.array, value.reference)
+        )
+        is_bad = ~np.isfinite(array) & np.isfinite(reference)
+        is_compared = np.isfinite(array) & np.isfinite(reference)
+        bad, size = bad + float(is_bad.sum()), size + float(array.size)
+        array, reference = array[is_compared], reference[is_compared]
+        difference += float(np.sum(np.abs(array - reference) ** 2))
+        norm += float(np.sum(np.abs(reference) ** 2))
+    error = math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+    return bad / max(size, 1.0), error
+
+
+def _run(
+    program: _Program, loss_scale: float, context: Context
+) -> tuple[Tape, list[Value]]:
+    scale = jnp.float32(loss_scale)
+    inputs = [Value(scale, scale, is_scaled=True), *map(as_argument, program.arrays)]
+    tape = Tape(np.int32(0))
+    results = run(program.closed, inputs, tape, context, program.is_forward)
+    return tape, results
+
+
+def _trace(
+    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int]
+) -> _Program:
+    """Traces a function and its gradient, or the function alone if it has no loss."""
+    function = as_partial(fun)
+    if modules_of(function):  # As an argument, it may change.
+        fun, args = call_partial, (function, *args)
+        argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
+    try:
+        return _trace_call(_with_gradient(fun, argnums), args)
+    except _NoLossError:
+        return _trace_call(lambda scale, *args: (fun(*args), None), args)
+
+
+class _NoLossError(Exception):
+    """A function returns no scalar to differentiate."""
+
+
+def _with_gradient(
+    fun: Callable[..., Any], argnums: int | Sequence[int]
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """The function that returns the results of `fun`, and the scaled gradients."""
+
+    def loss_and_rest(*args: Any) -> tuple[Any, PyTree]:
+        results = fun(*args)
+        loss = results[0] if isinstance(results, tuple | list) and results else results
+        if not is_floating(loss) or jnp.ndim(loss) > 0:
+            raise _NoLossError
+        return loss, results
+
+    def value_and_grad(scale: jax.Array, *args: Any) -> tuple[PyTree, PyTree]:
+        state = static_loss_scale(1.0).init()._replace(loss_scale=scale)
+        transformed = scaled_value_and_grad(loss_and_rest, state, argnums, has_aux=True)
+        (_, results), grads = transformed(*args)
+        return results, grads
+
+    return value_and_grad
+
+
+def _trace_call(
+    fun: Callable[..., tuple[PyTree, PyTree]], args: tuple[Any, ...]
+) -> _Program:
+    """Traces a function of the scale and the arguments, and changes no module."""
+    programs = []
+
+    def call(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Any:
+        arrays, rest = partition((args, kwargs))
+        is_forward: list[bool] = []
+
+        def flat(*arrays: jax.Array) -> list[Any]:
+            args, kwargs = rest.merge(arrays)
+            results = fun(*args, **kwargs)
+            (values, grads), *changes = results if has_modules else (results,)
+            forward, backward = (partition(x)[0] for x in ((values, changes), grads))
+            is_forward[:] = [True] * len(forward) + [False] * len(backward)
+            return [*forward, *backward]
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        programs.append(_Program(closed, arrays[1:], is_forward))
+        return None, {}, None
+
+    has_modules = bool(modules_of(args))
+    given = (jnp.float32(1.0), *args)
+    if has_modules:
+        call_with_states(call, fun, given, {}, is_update=False)
+    else:
+        call(fun, given, {})
+    (program,) = programs
+    return program
+
+
+def _where_defined(fun: Any) -> str:
+    """File, first line and name of a function."""
+    while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+    function = fun if hasattr(fun, "__code__") else getattr(type(fun), "__call__", None)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(fun).__name__
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({code.co_qualname})"

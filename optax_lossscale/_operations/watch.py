@@ -1,0 +1,120 @@
+"""Watch the numbers of every layer from inside a compiled training step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from optax_lossscale._autocast.arguments import partition
+from optax_lossscale._autocast.modules import call_with_states
+from optax_lossscale._module_names import named_calls
+from optax_lossscale._nnx import modules_of
+from optax_lossscale._operations.shadow import run
+from optax_lossscale._operations.statistics import Statistics
+from optax_lossscale._operations.values import Context, Tape, as_argument
+from optax_lossscale._types import PyTree
+
+
+def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Wraps a function so that it also returns a few numbers for each of its layers.
+
+    Wrap what computes the gradients, inside the jitted step, and log the numbers every
+    so many steps:
+
+        value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
+        (loss, grads), layers = ols.diagnostics.watch(value_and_grad)(params, x, y)
+
+    The results of `fun` keep their bits. The numbers cost a few passes over what each
+    operation computes, so compile one step with them and one without. To compare with a
+    run in float32, use `trace_operations`.
+
+    Args:
+      fun: A pure function of pytrees, such as the one that `scaled_value_and_grad`
+        returns. It may change modules of `flax.nnx`. Do not differentiate the wrapped
+        function: derivative rules of its parts would be lost.
+
+    Returns:
+      A function with the arguments of `fun` that returns a pair: the results of `fun`,
+      and a dict. Its keys are the scopes, such as `"Net/Dense_0"`, each a module or a
+      `jax.named_scope`, and `""` for what is in none. Its values are dicts of six
+      `f32[]`, over all floating results in that scope:
+
+      * `largest`: the largest magnitude, infinite if an entry is NaN or infinite;
+      * `nonfinite`: the largest number of NaN and infinite entries in one result;
+      * `flushed`: the largest share of entries that one operation, which is not a
+        matrix product or convolution, rounded to zero, from 0 to 1;
+      * `grad_largest`, `grad_nonfinite`, `grad_flushed`: the same of the backward pass,
+        in which all magnitudes are multiplied by the loss scale.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
+      >>> @ols.autocast
+      ... def loss_fn(w, x):
+      ...     with jax.named_scope("layer"):
+      ...         return jnp.mean(x @ w)
+      >>> step = jax.jit(ols.diagnostics.watch(jax.value_and_grad(loss_fn)))
+      >>> (loss, grads), layers = step(jnp.ones((3, 2)), jnp.full((1, 3), 7.0))
+      >>> print(layers["layer"]["largest"], layers["layer"]["grad_largest"])
+      21.0 7.0
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
+
+    @functools.wraps(fun)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        tape = Tape(np.int32(0), is_local=True)
+
+        def call(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
+            arrays, rest = partition((args, kwargs))
+
+            def flat(*arrays: jax.Array) -> Partial:
+                args, kwargs = rest.merge(arrays)
+                results, other_results = partition(fun(*args, **kwargs))
+                return Partial(other_results.merge, results)
+
+            closed, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            inputs, flags = list(map(as_argument, arrays)), [True] * len(closed.out_avals)
+            values = run(closed, inputs, tape, Context(where=""), flags)
+            return results.func([value.array for value in values])
+
+        with named_calls(fun, (args, kwargs)):
+            if modules_of((args, kwargs)):
+                results = call_with_states(call, fun, args, kwargs, is_update=True)
+            else:
+                results = call(fun, args, kwargs)
+        return results, _by_scope(tape)
+
+    return watched
+
+
+def _by_scope(tape: Tape) -> dict[str, dict[str, jax.Array]]:
+    """The largest numbers of the operations in each scope."""
+    largest: dict[str, dict[str, jax.Array]] = {}
+    for record, statistics in zip(tape.records, tape.statistics, strict=True):
+        prefix = "grad_" if record.is_transposed else ""
+        layer = largest.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, _ZERO))
+        for name, number in _numbers_of(statistics).items():
+            layer[prefix + name] = jnp.maximum(layer[prefix + name], number)
+    return largest
+
+
+def _numbers_of(statistics: Statistics) -> dict[str, jax.Array]:
+    magnitudes, counts = statistics
+    return {
+        "largest": magnitudes[0],
+        "nonfinite": counts[0].astype(jnp.float32),
+        "flushed": magnitudes[2],
+    }
+
+
+_ZERO = np.float32(0)
+_NAMES = [
+    *("largest", "nonfinite", "flushed"),
+    *("grad_largest", "grad_nonfinite", "grad_flushed"),
+]
