@@ -72,19 +72,33 @@ class Operation(NamedTuple):
         return self.headroom_bits < 0 <= self.unscaled_headroom_bits
 
 
+class Badness(NamedTuple):
+    """How far gradients are from those in float32; compared in this order.
+
+    Attributes:
+      nonfinite: The share of their entries that are finite in float32 only.
+      nonfinite_operations: If there are some, the number of operations whose results
+        are finite in float32 only, which is lower if these begin later.
+      error: The relative error of the other entries.
+    """
+
+    nonfinite: float
+    nonfinite_operations: int
+    error: float
+
+
 class Operations(list[Operation]):
     """The operations of a program in order of execution.
 
     Attributes:
       badness: A function that runs the program again, with some scopes and
-        primitives in float32. It returns the share of entries of the gradients that are
-        finite in float32 only, and the error of the others.
+        primitives in float32, and measures its gradients.
     """
 
     def __init__(
         self,
         operations: Iterable[Operation],
-        badness: Callable[[Sequence[str]], tuple[float, float]],
+        badness: Callable[[Sequence[str]], Badness],
     ) -> None:
         super().__init__(operations)
         self.badness = badness

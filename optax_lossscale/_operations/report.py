@@ -48,8 +48,12 @@ def print_operation_report(
       ...     return jnp.mean(jnp.tanh(x @ w))
       >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
       >>> operations = ols.diagnostics.trace_operations(loss_fn, w, x)
-      >>> ols.diagnostics.print_operation_report(operations, limit=1)
-      8 operations ran, 1 of them made NaN or infinity ...
+      >>> ols.diagnostics.print_operation_report(operations)
+      17 operations ran, 1 of them made NaN or infinity, and 0 received some.
+      The first: dot_general at <doctest ...>:2 (loss_fn), forward pass: 2 of 2 ...
+      <BLANKLINE>
+      operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
+      dot_general  forward  float16      inf          2       0.0%    inf      -1.5 ...
     """
     limit = check_count("limit", limit)
     lines = [*_summary(operations), ""]

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from optax_lossscale._autocast.policy import LISTED, LOW, MOVES
 from optax_lossscale._checks import check_number
-from optax_lossscale._operations.operation import Operation, Operations
+from optax_lossscale._operations.operation import (
+    Badness,
+    Operation,
+    Operations,
+)
 
-# The share of entries that are nonfinite, and the error of the others.
-_Badness = tuple[float, float]
 # How many candidates are tried before one is chosen. Each try runs the program.
 _MOST_TRIED = 24
 
@@ -68,7 +70,7 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
       ...         with jax.named_scope(f"layer{i}"):
       ...             x = x @ w
       ...     return jnp.mean(x)
-      >>> ws = [jnp.ones((2, 2)), jnp.full((2, 2), 1e5), jnp.ones((2, 2))]
+      >>> ws = [jnp.full((2, 2), number) for number in (1.0, 1e5, 1e-5)]
       >>> operations = ols.diagnostics.trace_operations(loss_fn, ws, jnp.ones((1, 2)))
       >>> names = ols.diagnostics.suggest_full_precision(operations, 0.01)
       >>> names
@@ -80,7 +82,7 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
             "`operations` must be what `trace_operations` returned, got "
             f"{type(operations).__name__}. (It holds the function, to run it again.)"
         )
-    limit = (0.0, check_number("tolerance", tolerance, 0.0))
+    limit = Badness(0.0, 0, check_number("tolerance", tolerance, 0.0))
     if operations.badness(()) <= limit:
         return []
     candidates = _candidates(operations)
@@ -91,7 +93,7 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
         chosen = _choose(operations.badness, tried, limit)
         if chosen is not None:
             return sorted(chosen)
-    error = operations.badness([x.name for x in candidates])[1]
+    error = operations.badness([x.name for x in candidates]).error
     raise ValueError(
         f"`tolerance` must be one that can be reached, got {tolerance}: with "
         f"{[x.name for x in candidates]} in float32 the error is {error:.3g}. (Pass a "
@@ -100,9 +102,9 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
 
 
 def _choose(
-    badness: Callable[[Sequence[str]], _Badness],
+    badness: Callable[[Sequence[str]], Badness],
     candidates: Sequence[_Candidate],
-    limit: _Badness,
+    limit: Badness,
 ) -> list[str] | None:
     """The names of some candidates that reach the limit, or None if these cannot."""
     chosen: list[str] = []

@@ -25,7 +25,11 @@ from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._module_names import named_calls
 from optax_lossscale._nnx import modules_of
-from optax_lossscale._operations.operation import Operations, operations_of
+from optax_lossscale._operations.operation import (
+    Badness,
+    Operations,
+    operations_of,
+)
 from optax_lossscale._operations.shadow import run
 from optax_lossscale._operations.values import Context, Tape, Value, as_argument
 from optax_lossscale._rules import static_loss_scale
@@ -68,20 +72,20 @@ def trace_operations(
         with named_calls(fun, args):
             return _trace(low_fun, args, argnums)
 
-    def badness(high: Sequence[str]) -> tuple[float, float]:
+    def badness(high: Sequence[str]) -> Badness:
         program = program_with(high)
-        _, results = _run(program, loss_scale, context)
+        tape, results = _run(program, loss_scale, context)
         flags = program.is_forward
         is_measured = flags if all(flags) else [not flag for flag in flags]
-        return _badness(list(itertools.compress(results, is_measured)))
+        return _badness(tape, list(itertools.compress(results, is_measured)))
 
     context = Context(where=_where_defined(fun))
     tape, _ = _run(program_with(()), loss_scale, context)
     return Operations(operations_of(tape, loss_scale), badness)
 
 
-def _badness(values: Sequence[Value]) -> tuple[float, float]:
-    """The share of entries that only their reference has finite; the others' error."""
+def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
+    """How far the results of a program are from those in float32."""
     bad = difference = norm = size = 0.0
     for value in values:
         if not is_floating(value.array):
@@ -95,8 +99,10 @@ def _badness(values: Sequence[Value]) -> tuple[float, float]:
         array, reference = array[is_compared], reference[is_compared]
         difference += float(np.sum(np.abs(array - reference) ** 2))
         norm += float(np.sum(np.abs(reference) ** 2))
-    error = math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
-    return bad / max(size, 1.0), error
+    error = math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
+    magnitudes = [x.magnitudes for x in jax.device_get(tape.statistics)]
+    diverged = sum(x == math.inf and y < math.inf for x, y, *_ in magnitudes)
+    return Badness(bad / max(size, 1.0), diverged if bad else 0, error)
 
 
 def _run(

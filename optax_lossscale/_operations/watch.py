@@ -61,7 +61,7 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
       >>> step = jax.jit(ols.diagnostics.watch(jax.value_and_grad(loss_fn)))
       >>> (loss, grads), layers = step(jnp.ones((3, 2)), jnp.full((1, 3), 7.0))
       >>> print(layers["layer"]["largest"], layers["layer"]["grad_largest"])
-      21.0 7.0
+      42.0 3.5
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
