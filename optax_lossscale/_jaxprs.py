@@ -18,7 +18,9 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 # With JAX 0.7 autocast traces under these metadata, which the equations then carry.
 METADATA = "optax_lossscale_autocast"
-_OF_CHECKPOINT = ("checkpoint", "rematted_computation")  # JAX adds these scopes.
+# Scopes that JAX adds in checkpoints, and those of markers for autocast.
+_NOT_SHOWN = ("checkpoint", "rematted_computation", "optax_lossscale.")
+_SERIALS = itertools.count()
 _UNCHANGED = contextlib.nullcontext()
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep
@@ -87,7 +89,7 @@ def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
             del stack[-size:]
     path = "/".join(element.name for element in stack if _is_scope(element))
     names = path.split("/") if path else []
-    return tuple(name for name in names if name not in _OF_CHECKPOINT)
+    return tuple(name for name in names if not name.startswith(_NOT_SHOWN))
 
 
 def _is_scope(element: Any) -> bool:
@@ -173,6 +175,13 @@ def _is_installed(file: str) -> bool:
     """Whether a file is part of any installed library, of this one or of Python."""
     is_package = "site-packages" in file or "dist-packages" in file
     return is_package or file.startswith((_STANDARD, _PACKAGE))
+
+
+@contextlib.contextmanager
+def trace_anew() -> Iterator[None]:
+    """Keeps JAX from reusing what it has traced, so that Python code runs."""
+    with set_xla_metadata(trace_anew=str(next(_SERIALS))):
+        yield
 
 
 def equations_of(program: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:

@@ -51,6 +51,29 @@ _NOTES: contextvars.ContextVar[_Notes | None] = contextvars.ContextVar(
 )
 
 
+_IS_CALLED: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar(
+    "is_called", default=None
+)
+
+
+@contextlib.contextmanager
+def watch_for_calls() -> Iterator[list[bool]]:
+    """Yields a list that is empty until `autocast` is called in the `with` block."""
+    calls: list[bool] = []
+    token = _IS_CALLED.set(calls)
+    try:
+        yield calls
+    finally:
+        _IS_CALLED.reset(token)
+
+
+def note_call() -> None:
+    """Notes that `autocast` is called, for `watch_for_calls`."""
+    calls = _IS_CALLED.get()
+    if calls is not None:
+        calls.append(True)
+
+
 @contextlib.contextmanager
 def collect_notes() -> Iterator[_Notes]:
     """Collects notes of all operations that are evaluated inside the `with` block."""

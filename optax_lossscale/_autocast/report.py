@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from optax_lossscale._autocast.arguments import partition
 from optax_lossscale._autocast.modules import as_partial, call_partial
 from optax_lossscale._autocast.notes import Note, collect_notes
 from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._jaxprs import trace_anew
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._types import PyTree
 
-_SERIALS = itertools.count()
 _TITLES = ("times", "operation", "computed", "result", "why", "where")
 
 
@@ -69,7 +66,7 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
 
         return call_with
 
-    with collect_notes() as notes, _trace_anew():
+    with collect_notes() as notes, trace_anew():
         try:
             jax.eval_shape(call(fun), *arrays)
         except Exception:  # What `low_precision` marks may refuse float32.
@@ -78,13 +75,6 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         if not notes:
             jax.eval_shape(call(autocast(fun)), *arrays)
     _print_table([note for _, note in notes.values()])
-
-
-@contextlib.contextmanager
-def _trace_anew() -> Iterator[None]:
-    """Keeps JAX from reusing what it has traced, which would leave no notes."""
-    with set_xla_metadata(autocast_report=str(next(_SERIALS))):
-        yield
 
 
 def _print_table(notes: Sequence[Note]) -> None:

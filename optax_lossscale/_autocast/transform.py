@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import types
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from optax_lossscale._autocast.notes import (
     Note,
     add_note,
     is_collecting,
+    note_call,
     without_notes,
 )
 from optax_lossscale._autocast.policy import Policy, make_policy
@@ -197,8 +199,30 @@ def autocast(
       `mindspore.amp.auto_mixed_precision`.
     """
     policy = make_policy(dtype, level, low, high, nested=NESTED_NAMES)
-    decorate: Callable[..., Any] = functools.partial(_cast, policy=policy)
+
+    def decorate(fun: Callable[..., Any]) -> Any:
+        cast_fun = _cast(fun, policy=policy)
+        if isinstance(cast_fun, types.FunctionType):
+            again = functools.partial(autocast, fun, dtype, level=level, low=low)
+            # A wrapper may copy the attributes of the function, and so needs its own.
+            cast_fun.autocast = Again(  # type: ignore[attr-defined]
+                id(cast_fun), lambda more: again(high=[*high, *more])
+            )
+        return cast_fun
+
     return decorate if fun is None else decorate(fun)
+
+
+class Again(NamedTuple):
+    """How to make a function that `autocast` returned once more.
+
+    Attributes:
+      function_id: The identity of that function.
+      with_high: Makes the same with more names in `high`.
+    """
+
+    function_id: int
+    with_high: Callable[[Sequence[str]], Callable[..., Any]]
 
 
 def _cast(fun: Any, *, policy: Policy) -> Any:
@@ -215,6 +239,7 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
             return call_cast(*args, **kwargs)
 
     def call_cast(*args: Any, **kwargs: Any) -> PyTree:
+        note_call()
         if policy.level == "O0":
             add_note(Caller(()), fun, Note("any", "-", "-", "level O0", ""))
             return fun(*args, **kwargs)

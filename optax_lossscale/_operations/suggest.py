@@ -88,7 +88,7 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
     candidates = _candidates(operations)
     products = frozenset.union(*(x.products for x in candidates), frozenset())
     # What keeps all products in float32 helps always, and leaves nothing to gain.
-    some = [x for x in candidates if x.products < products]
+    some = [x for x in candidates if x.name not in LOW and x.products != products]
     for tried in (some, candidates):
         chosen = _choose(operations.badness, tried, limit)
         if chosen is not None:

@@ -20,9 +20,11 @@ from optax_lossscale._autocast.modules import (
     call_partial,
     call_with_states,
 )
-from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._autocast.notes import watch_for_calls
+from optax_lossscale._autocast.transform import Again, autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
+from optax_lossscale._jaxprs import trace_anew
 from optax_lossscale._module_names import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.operation import (
@@ -67,10 +69,19 @@ def trace_operations(
         raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
     loss_scale = check_scale("loss_scale", loss_scale)
 
+    where = _where_defined(fun)
+    if modules_of(function := as_partial(fun)):  # As an argument, they may change.
+        fun, args = call_partial, (function, *args)
+        argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
+    if _calls_autocast(fun, args):
+        with_high = _again(fun)
+    else:
+        low = functools.partial(autocast, fun, dtype, level=level)
+        with_high = lambda high: low(high=high)  # noqa: E731
+
     def program_with(high: Sequence[str]) -> _Program:
-        low_fun = autocast(fun, dtype, level=level, high=high)
         with named_calls(fun, args):
-            return _trace(low_fun, args, argnums)
+            return _trace(with_high(high), args, argnums)
 
     def badness(high: Sequence[str]) -> Badness:
         program = program_with(high)
@@ -79,7 +90,7 @@ def trace_operations(
         is_measured = flags if all(flags) else [not flag for flag in flags]
         return _badness(tape, list(itertools.compress(results, is_measured)))
 
-    context = Context(where=_where_defined(fun))
+    context = Context(where)
     tape, _ = _run(program_with(()), loss_scale, context)
     return Operations(operations_of(tape, loss_scale), badness)
 
@@ -105,6 +116,26 @@ def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
     return Badness(bad / max(size, 1.0), diverged if bad else 0, error)
 
 
+def _calls_autocast(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function is under `autocast`, or calls a function that is."""
+    with watch_for_calls() as calls, trace_anew():
+        _trace_call(lambda _, *args: (fun(*args), None), args)
+    return bool(calls)
+
+
+def _again(
+    fun: Callable[..., Any],
+) -> Callable[[Sequence[str]], Callable[..., Any]]:
+    """Makes a function under `autocast` again, with more names in its `high`.
+
+    If it only calls such a function, it stays as it is.
+    """
+    again = getattr(fun, "autocast", None)
+    if isinstance(again, Again) and again.function_id == id(fun):
+        return again.with_high
+    return lambda high: fun
+
+
 def _run(
     program: _Program, loss_scale: float, context: Context
 ) -> tuple[Tape, list[Value]]:
@@ -119,10 +150,6 @@ def _trace(
     fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int]
 ) -> _Program:
     """Traces a function and its gradient, or the function alone if it has no loss."""
-    function = as_partial(fun)
-    if modules_of(function):  # As an argument, it may change.
-        fun, args = call_partial, (function, *args)
-        argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
     try:
         return _trace_call(_with_gradient(fun, argnums), args)
     except _NoLossError:
