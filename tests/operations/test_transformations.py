@@ -507,7 +507,9 @@ def test_a_custom_rule_is_not_run_for_a_function_without_gradient():
 
 
 def test_a_function_of_integers_without_a_loss_is_traced():
-    operations = trace_operations(lambda rows: {"y": X[rows] * 2}, jnp.arange(2))
+    operations = trace_operations(
+        lambda rows: {"y": jnp.asarray(X)[rows] * 2}, jnp.arange(2)
+    )
     assert [x.primitive for x in operations][-1:] == ["mul"]
 
 
@@ -575,7 +577,8 @@ def test_the_gradient_is_by_the_arguments_of_argnums():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, as on CPU")
-def test_of_the_devices_of_a_shard_map_the_worst_counts():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_of_the_devices_of_a_shard_map_the_worst_counts(check_vma):
     """Each device has two of four rows; the second one's entries overflow."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = np.stack([X[0], X[1], 400 * X[2], X[0]])
@@ -583,7 +586,11 @@ def test_of_the_devices_of_a_shard_map_the_worst_counts():
 
     def fun(w, x):
         @functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            check_vma=check_vma,
         )
         def forward(w, x):
             with jax.named_scope("device"):
@@ -608,11 +615,18 @@ def test_of_the_devices_of_a_shard_map_the_worst_counts():
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices, as on CPU")
-def test_a_sum_over_devices_is_traced():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_devices_is_traced(check_vma):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
     def fun(x):
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
         def total(x):
             return lax.psum(x.astype(jnp.float16), "data")
 
@@ -637,7 +651,7 @@ def test_linen_modules_take_dropout_keys_and_return_batch_statistics():
     model = Dropped()
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = model.init(keys, X)
+        variables = jax.jit(model.init)(keys, X)
 
         def loss_fn(params, rest, x, key):
             y, updates = model.apply(
@@ -651,11 +665,8 @@ def test_linen_modules_take_dropout_keys_and_return_batch_statistics():
         rest = {"batch_stats": variables["batch_stats"]}
         args = variables["params"], rest, X, jax.random.key(2)
         operations = trace_operations(loss_fn, *args)
-        again = trace_operations(loss_fn, *args)
     scopes = {x.scope for x in operations}
     assert {"Dropped/Dense_0", "Dropped/BatchNorm_0", "Dropped/Dropout_0"} <= scopes
-    # NaN is equal to nothing, but here is none.
-    assert list(operations) == list(again)
     assert any(x.is_backward for x in operations)
     # Batch statistics are results of the forward pass.
     moving = [x for x in operations if x.scope == "Dropped/BatchNorm_0"]
