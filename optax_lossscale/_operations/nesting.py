@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.extend.core import Primitive, primitives
 from jax.sharding import PartitionSpec as P
 
+from optax_lossscale._finite import vary_over
 from optax_lossscale._jaxprs import context_of, flagged_variables, scan_sizes
 from optax_lossscale._operations.statistics import (
     Statistics,
@@ -63,15 +64,19 @@ class _Traced:
         self.frame = frame
         self.records: list[Record] = []
         self.clock = jnp.asarray(frame.tape.clock, jnp.int32)
-        self.is_scaled = any(x.is_scaled for x in frame.operands)
+        self.are_scaled = [x.is_scaled for x in frame.operands]
         self.context = frame.context
         if self.context.loop is None:
             self.context = self.context._replace(loop=len(frame.tape.starts))
             frame.tape.starts.append(frame.tape.clock)
 
-    def inputs(self, pairs: Sequence[Pair]) -> list[Value]:
-        """The values of arrays inside, each of which may depend on the loss scale."""
-        return of_pairs(pairs, [self.is_scaled] * len(pairs))
+    def inputs(self, pairs: Sequence[Pair], first: int = 0) -> list[Value]:
+        """The values of operands inside, of which these are the ones from `first` on."""
+        return of_pairs(pairs, self.are_scaled[first : first + len(pairs)])
+
+    def carried(self, pairs: Sequence[Pair]) -> list[Value]:
+        """The values of results, each of which may depend on every operand."""
+        return of_pairs(pairs, [any(self.are_scaled)] * len(pairs))
 
     def run(
         self,
@@ -93,7 +98,7 @@ class _Traced:
         self.frame.tape.records.extend(self.records)
         self.frame.tape.statistics.extend(statistics)
         self.frame.tape.clock = clock
-        return self.inputs(pairs)
+        return self.carried(pairs)
 
 
 def scan(frame: Frame) -> list[Value]:
@@ -108,7 +113,7 @@ def scan(frame: Frame) -> list[Value]:
 
     def body(carry: tuple[list[Pair], Any], xs: list[Pair]) -> tuple[Any, Any]:
         pairs, clock = carry
-        inputs = [*constants, *traced.inputs(pairs), *traced.inputs(xs)]
+        inputs = [*constants, *traced.carried(pairs), *traced.inputs(xs, last)]
         results, tape = traced.run(closed, inputs, clock, is_forward)
         carry = separate_pairs_of(results[:size]), tape.clock + 1
         return carry, (separate_pairs_of(results[size:]), tape.statistics)
@@ -137,7 +142,7 @@ def while_loop(frame: Frame) -> list[Value]:
     traced = _Traced(frame)
 
     def step(pairs: list[Pair], clock: Any) -> tuple[list[Pair], Any, Any]:
-        inputs = [*constants[first:], *traced.inputs(pairs)]
+        inputs = [*constants[first:], *traced.carried(pairs)]
         results, tape = traced.run(closed, inputs, clock, is_forward)
         return separate_pairs_of(results), tape.clock + 1, tape.statistics
 
@@ -173,7 +178,7 @@ def cond(frame: Frame) -> list[Value]:
 
     def branch(closed: core.ClosedJaxpr) -> Callable[..., Any]:
         def run_branch(pairs: list[Pair]) -> tuple[list[Pair], Any, Any]:
-            inputs = traced.inputs(pairs)
+            inputs = traced.inputs(pairs, 1)
             results, tape = traced.run(closed, inputs, traced.clock, frame.is_forward)
             return separate_pairs_of(results), tape.clock, tape.statistics
 
@@ -206,11 +211,14 @@ def shard_map(frame: Frame) -> list[Value]:
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
     traced = _Traced(frame)
 
+    def over_devices(number: jax.Array) -> jax.Array:
+        return lax.pmax(vary_over(number, tuple(manual)), tuple(manual))
+
     def body(pairs: list[Pair]) -> tuple[list[Pair], Any, Any]:
         inputs = traced.inputs(pairs)
         results, tape = traced.run(closed, inputs, traced.clock, frame.is_forward)
-        shared = lax.pmax((tape.clock, tape.statistics), tuple(manual))
-        return separate_pairs_of(results), *shared
+        clock, statistics = jax.tree.map(over_devices, (tape.clock, tape.statistics))
+        return separate_pairs_of(results), clock, statistics
 
     specs = [
         (spec, None if x.reference is x.array else spec)
@@ -227,7 +235,7 @@ def shard_map(frame: Frame) -> list[Value]:
             in_specs=(specs,),
             out_specs=(out_specs, P(), P()),
             axis_names=set(manual),
-            check_vma=False,
+            check_vma=params["check_vma"],
         )(pairs_of(frame.operands))
     return traced.finish(results, statistics, clock)
 

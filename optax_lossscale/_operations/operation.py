@@ -142,11 +142,13 @@ def operations_of(tape: Tape, loss_scale: float) -> list[Operation]:
             iteration=-minus_first - start if is_in_loop else None,
         )
         # `jax.checkpoint` computes parts of the forward pass again.
-        first = operation._replace(is_backward=False, loop=None, iteration=None)
-        if not (record.is_recomputed and first in known):
+        # In a loop, they may round otherwise.
+        numbers = (f"{x:.1g}" for x in (largest, reference, underflow, error))
+        results = (record.where, record.primitive, record.scope, record.shape, *numbers)
+        if not (record.is_recomputed and results in known):
             operations.append(operation)
-        if not record.is_backward:
-            known.add(first)
+        if not record.is_recomputed:
+            known.add(results)
     return operations
 
 

@@ -131,12 +131,7 @@ def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
     )
     zeros = _Comparison(*(jnp.zeros((), column.dtype) for column in columns))
     result: _Comparison = lax.reduce(columns, zeros, _add, (0,))
-    return result._replace(
-        **{
-            name: getattr(result, name).astype(jnp.float32)
-            for name in ("largest", "reference", "difference", "norm")
-        }
-    )
+    return result
 
 
 def _add(one: _Comparison, other: _Comparison) -> _Comparison:
@@ -153,7 +148,7 @@ def _conclude(
     comparisons: Sequence[_Comparison], operands: Sequence[Health], clock: Any
 ) -> tuple[Statistics, Health]:
     """The statistics of an operation from the comparisons of all its results."""
-    all_parts = _Comparison(*(jnp.stack(x) for x in zip(*comparisons, strict=True)))
+    all_parts = _Comparison(*map(_stack, zip(*comparisons, strict=True)))
     underflow = all_parts.flushed / jnp.maximum(all_parts.nonzero, 1)
     error = jnp.sqrt(all_parts.difference) / jnp.sqrt(all_parts.norm)
     # Nothing but zeros in float32: then any other result is infinitely wrong.
@@ -163,7 +158,7 @@ def _conclude(
         nonfinite=jnp.sum(all_parts.nonfinite, dtype=jnp.int32),
         diverged=jnp.sum(all_parts.diverged, dtype=jnp.int32),
         underflow=jnp.max(underflow).astype(jnp.float32),
-        error=jnp.max(error),
+        error=jnp.max(error).astype(jnp.float32),
     )
     before = worst_of([jax.tree.map(jnp.zeros_like, health), *operands])
     made = jnp.where(before.diverged > 0, 0, health.diverged)
@@ -181,7 +176,16 @@ def _conclude(
     ]
     minus_first = jnp.where(made > 0, -clock, -NEVER)
     counts = [health.nonfinite, made, minus_first.astype(jnp.int32)]
-    return Statistics(jnp.stack(magnitudes), jnp.stack(counts)), health
+    return Statistics(_stack(magnitudes), jnp.stack(counts)), health
+
+
+def _stack(numbers: Sequence[jax.Array]) -> jax.Array:
+    """An array of numbers, of the widest of their dtypes."""
+    return jnp.stack(numbers, dtype=max((x.dtype for x in numbers), key=_size))
+
+
+def _size(dtype: Any) -> int:
+    return int(dtype.itemsize)
 
 
 @jax.jit
