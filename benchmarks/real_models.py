@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from _lib.tables import print_table, versions
-from optax_lossscale.plotting import STYLES
+from optax_lossscale.plotting._axes import STYLES
 
 FOLDER = pathlib.Path(__file__).parent / "real_models"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"

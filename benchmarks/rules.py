@@ -23,7 +23,7 @@ from jax.scipy.stats import norm
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
 from optax_lossscale._checks import check_output_file, check_picture_file
-from optax_lossscale.plotting import BLUE, GREEN, RED
+from optax_lossscale.plotting._axes import BLUE, GREEN, RED
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)

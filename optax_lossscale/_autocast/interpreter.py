@@ -51,7 +51,7 @@ from optax_lossscale._autocast.values import (
     origin_of,
     source_of,
 )
-from optax_lossscale._jaxprs import context_of, flagged_variables, scope_of
+from optax_lossscale._jaxprs import context_of, flagged_variables
 from optax_lossscale._normalization import computes_normalization
 
 # Values that are cast anew for each operation that reads them, so that the gradients
@@ -143,8 +143,7 @@ class _Frame:
         """Evaluates one operation and returns its results."""
         # At O2 a normalization layer keeps only its products low.
         is_layer = self.policy.level == "O2" and computes_normalization(equation)
-        path = scope_of(equation) if self.policy.scopes else ()
-        policy = self.policy.inside(path)
+        policy = self.policy.inside(equation)
         policy = policy.products_only() if is_layer else policy
         operands = [as_operand(self.read(x), x, equation) for x in equation.invars]
         flags = [variable in self.to_round for variable in equation.outvars]
@@ -179,8 +178,7 @@ class _Frame:
             value = Value(None, origin, source=source, is_tangent=has_tangent(operands))
             values = [value._replace(array=array) for array in results]
             outputs = self._round(equation, values, flags)
-            arrays = [output.array for output in outputs]
-            note_operation(self.caller, equation, choice, arrays)
+            note_operation(self.caller, equation, choice, [x.array for x in outputs])
         known = identities_of(equation, identities(operands))
         outputs = [
             value._replace(identity=value.identity or identity)
@@ -199,14 +197,11 @@ class _Frame:
                 return evaluate_recomputed(equation, arrays)
         if equation.primitive.name in LOW and choice.dtype == self.policy.dtype:
             return self._multiply(equation, operands)
-        dtypes = [choice.dtype or x.aval.dtype for x in equation.invars]
         is_product = equation.primitive.name in self.policy.low
         with context_of(equation):
             arrays = [
-                self._cast_operand(atom, value, dtype, is_product)
-                for atom, value, dtype in zip(
-                    equation.invars, operands, dtypes, strict=True
-                )
+                self._cast_operand(x, value, choice.dtype or x.aval.dtype, is_product)
+                for x, value in zip(equation.invars, operands, strict=True)
             ]
         if is_refused_on_cpu(equation):
             return evaluate_without_algorithm(equation, arrays)
@@ -264,8 +259,7 @@ class _Frame:
             is_kept = value.origin in OF_ARGUMENTS or value.source in OF_PARAMETERS
             if flag and is_float32(variable) and not is_kept:
                 with context_of(equation):
-                    array = narrow(value, self.policy.dtype)
-                value = value._replace(array=array)
+                    value = value._replace(array=narrow(value, self.policy.dtype))
             is_low = getattr(value.array, "dtype", None) == self.policy.dtype
             if is_low and value.source in OF_PARAMETERS:
                 value = value._replace(source=Source.PRODUCTS)

@@ -25,7 +25,6 @@ from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.policy import Policy
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._autocast.values import Value
-from optax_lossscale._jaxprs import scope_of
 
 
 class Nesting(NamedTuple):
@@ -67,7 +66,7 @@ def nesting_of(equation: Any) -> Nesting | None:
 
 def reason_left_alone(equation: Any, policy: Policy) -> str | None:
     """Why an operation is left as it is written, or None if it is not."""
-    if policy.scopes and policy.holds_scope(scope_of(equation)):
+    if policy.is_in_scope(equation):
         return "in a scope kept in float32"
     reason = reason_of_marker(equation)
     if reason is not None:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
+from optax_lossscale._jaxprs import scope_of
+
 
 def words(text: str) -> frozenset[str]:
     """The words of a text."""
@@ -101,8 +103,11 @@ class Policy(NamedTuple):
         """The policy under which only the low list is low; the rest is float32."""
         return self._replace(widest=frozenset())
 
-    def holds_scope(self, path: tuple[str, ...]) -> bool:
-        """Whether operations with this path of scopes stay in float32."""
+    def is_in_scope(self, equation: Any) -> bool:
+        """Whether an operation is in a scope that stays in float32."""
+        if not self.scopes:
+            return False
+        path = scope_of(equation)
         return any(path[: len(scope)] == scope for scope in self.scopes)
 
     def check_scopes(self, paths: Iterable[tuple[str, ...]]) -> None:
@@ -121,13 +126,13 @@ class Policy(NamedTuple):
                     f"it has no operation.{_did_you_mean(name, names)}"
                 )
 
-    def inside(self, path: tuple[str, ...]) -> "Policy":
-        """The policy for the programs of an operation, whose paths begin with its."""
+    def inside(self, equation: Any) -> "Policy":
+        """The policy for programs that an operation holds, in the scopes inside it."""
         if not self.scopes:
             return self
-        size = len(path)
-        rest = (scope[size:] for scope in self.scopes if scope[:size] == path)
-        return self._replace(scopes=tuple(rest))
+        path = scope_of(equation)
+        scopes = (scope for scope in self.scopes if scope[: len(path)] == path)
+        return self._replace(scopes=tuple(scope[len(path) :] for scope in scopes))
 
 
 def make_policy(

@@ -15,7 +15,7 @@ from optax_lossscale._autocast.identity import free_sizes
 from optax_lossscale._autocast.nesting import nesting_of, reason_left_alone
 from optax_lossscale._autocast.policy import COMMUTES, MOVES, Policy, words
 from optax_lossscale._autocast.values import is_move
-from optax_lossscale._jaxprs import flagged_variables, scan_sizes, scope_of
+from optax_lossscale._jaxprs import flagged_variables, scan_sizes
 
 # Operations whose results are gradients of parameters if their operands are parts of
 # these: sums, moves, and changes of single entries.
@@ -79,7 +79,7 @@ def _reads_for_products(
         return [size > 1 for size in reversed(free_sizes(equation))]
     if equation.primitive.name in COMMUTES or is_move(equation):
         return [all(outputs)] * count
-    policy = policy.inside(scope_of(equation) if policy.scopes else ())
+    policy = policy.inside(equation)
     if equation.primitive is core.primitives.scan_p:
         return _scan_reads_for_products(equation, outputs, policy)
     body = _body_of(equation)

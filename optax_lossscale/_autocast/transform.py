@@ -24,6 +24,7 @@ from optax_lossscale._autocast.eager import compile_once
 from optax_lossscale._autocast.interpreter import run
 from optax_lossscale._autocast.markers import tracing_for
 from optax_lossscale._autocast.modules import as_partial, call_with_states
+from optax_lossscale._autocast.named_calls import named_calls
 from optax_lossscale._autocast.nesting import NESTED_NAMES
 from optax_lossscale._autocast.notes import (
     Caller,
@@ -42,7 +43,6 @@ from optax_lossscale._autocast.scopes import (
 )
 from optax_lossscale._autocast.values import Origin, as_argument, as_declared
 from optax_lossscale._jaxprs import all_scopes_of
-from optax_lossscale._module_names import named_calls
 from optax_lossscale._nnx import is_module, leaves_of, one_of_each
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._types import PyTree

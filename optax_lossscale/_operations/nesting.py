@@ -30,10 +30,11 @@ from optax_lossscale._operations.values import (
     pairs_of,
     separate_pairs_of,
 )
+from optax_lossscale._tree import is_floating
 
 
 def call(frame: Frame) -> list[Value]:
-    """A function that was jitted, is under `jax.checkpoint` or has a rule of its own."""
+    """A jitted function, one under `jax.checkpoint`, or one with its own rule."""
     is_recomputed = frame.equation.primitive.name == "remat2"
     is_recomputed &= not any(frame.is_forward)
     context = frame.context
@@ -216,7 +217,7 @@ def shard_map(frame: Frame) -> list[Value]:
         for spec, x in zip(params["in_specs"], frame.operands, strict=True)
     ]
     out_specs = [
-        (spec, spec if jnp.issubdtype(x.aval.dtype, jnp.inexact) else None)
+        (spec, spec if is_floating(x.aval) else None)
         for spec, x in zip(params["out_specs"], frame.equation.outvars, strict=True)
     ]
     with context_of(frame.equation):

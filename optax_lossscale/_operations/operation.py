@@ -22,7 +22,7 @@ class Operation(NamedTuple):
 
     Attributes:
       primitive: Name of the JAX primitive, such as `"dot_general"`.
-      where: Line and function that asked for it, such as `"model.py:12 (Net.__call__)"`.
+      where: Line and function that asked for it, as `"model.py:12 (Net.__call__)"`.
       scope: Path of the module or `jax.named_scope`, such as `"Net/Dense_0"`; empty if
         there is none.
       is_backward: Whether only gradients depend on its result.

@@ -90,7 +90,9 @@ def describe(operation: Operation) -> str:
     entries = f"{operation.made_nonfinite} of {size} entries"
     if operation.iteration is not None:
         entries += f", first in iteration {operation.iteration} of its loop"
-    what = f"{operation.primitive} at {operation.where}{scope}, {which} pass: {entries}."
+    what = (
+        f"{operation.primitive} at {operation.where}{scope}, {which} pass: {entries}."
+    )
     return f"{what} {_reason(operation)}"
 
 

@@ -26,7 +26,7 @@ from optax_lossscale._jaxprs import (
     where_written,
 )
 from optax_lossscale._operations.nesting import NESTINGS, needed
-from optax_lossscale._operations.statistics import measure
+from optax_lossscale._operations.statistics import measure, worst_of
 from optax_lossscale._operations.values import (
     Context,
     Frame,
@@ -38,7 +38,6 @@ from optax_lossscale._operations.values import (
     widened,
 )
 from optax_lossscale._tree import is_floating, wide_dtype
-
 
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
@@ -117,19 +116,20 @@ def _apply_alone(frame: Frame) -> list[Value]:
         references = _in_float32(equation, operands, arrays)
     is_scaled = any(x.is_scaled for x in operands)
     floats = [i for i, array in enumerate(arrays) if is_floating(array)]
-    health = None
-    if floats:
+    known = [x.health for x in operands if x.health is not None]
+    if not floats:  # A comparison, say: it passes on that it compared NaN.
+        health = worst_of(known) if known else None
+    else:
         results = [arrays[i] for i in floats]
         exact = [references[i] for i in floats]
-        known = [x.health for x in operands if x.health is not None]
         statistics, health = measure(results, exact, known, tape.clock)
         tape.records.append(_record(frame, results[0], is_scaled))
         tape.statistics.append(statistics)
     if tape.is_local:
         references = list(map(widened, arrays))
     return [
-        Value(array, reference, health if i in floats else None, is_scaled)
-        for i, (array, reference) in enumerate(zip(arrays, references, strict=True))
+        Value(array, reference, health, is_scaled)
+        for array, reference in zip(arrays, references, strict=True)
     ]
 
 
@@ -177,9 +177,9 @@ def _in_float32(
 
     Where it cannot run in float32, its results are widened as they are.
     """
-    references = [x.reference for x in operands]
+    references: Sequence[Any] = [x.reference for x in operands]
     if _is_saturation(equation) or equation.primitive.name == "reduce_precision":
-        return references
+        return list(references)
     is_product = equation.primitive is low_product_p
     is_rounded = is_product or any(map(_is_narrow, arrays))
     if not is_rounded and all(x.reference is x.array for x in operands):
@@ -213,5 +213,3 @@ def _wide_param(param: Any) -> Any:
     """A parameter of an operation; a dtype below 32 bits becomes float32."""
     is_dtype = isinstance(param, np.dtype) and jnp.issubdtype(param, jnp.floating)
     return wide_dtype(param) if is_dtype else param
-
-

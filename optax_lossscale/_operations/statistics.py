@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_lossscale._tree import real_parts, widen
@@ -102,15 +101,14 @@ def measure(
         for x, reference in zip(arrays, references, strict=True)
         for part in _compare_parts(x, None if reference is x else reference)
     ]
-    return _conclude(comparisons, operands, clock)
+    result: tuple[Statistics, Health] = _conclude(comparisons, operands, clock)
+    return result
 
 
 # Two functions, because XLA compiles one for each shape, and one for each number of
 # operands: for both together it would take minutes to compile a large model.
 @jax.jit
-def _compare_parts(
-    array: jax.Array, reference: jax.Array | None
-) -> list[_Comparison]:
+def _compare_parts(array: jax.Array, reference: jax.Array | None) -> list[_Comparison]:
     """Compares an array, or the two parts of a complex one, with its reference."""
     parts = real_parts(array)
     if reference is None:
@@ -140,7 +138,7 @@ def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
         difference=difference**2,
         norm=jnp.where(is_finite, r / unit, 0) ** 2,
     )
-    zeros = _Comparison(*(np.zeros((), column.dtype) for column in columns))
+    zeros = _Comparison(*(jnp.zeros((), column.dtype) for column in columns))
     result: _Comparison = lax.reduce(columns, zeros, _add, (0,))
     return result._replace(
         **{
@@ -176,21 +174,29 @@ def _conclude(
         underflow=jnp.max(underflow).astype(jnp.float32),
         error=jnp.max(error),
     )
-    sound = jax.tree.map(jnp.zeros_like, health)
-    before = jax.tree.map(lambda *x: jnp.max(jnp.stack(x)), sound, *operands)
+    before = worst_of([jax.tree.map(jnp.zeros_like, health), *operands])
     made = jnp.where(before.diverged > 0, 0, health.diverged)
     made = jnp.where(before.nonfinite > 0, made, health.nonfinite)
+    added_underflow = _excess(health.underflow, before.underflow)
+    added_error = _excess(health.error, before.error)
+    is_sound = before.diverged == 0  # Else all that follows is not this operation's.
     magnitudes = [
         jnp.max(all_parts.largest),
         jnp.max(all_parts.reference),
         health.underflow,
         health.error,
-        _excess(health.underflow, before.underflow),
-        _excess(health.error, before.error),
+        jnp.where(is_sound, added_underflow, 0.0),
+        jnp.where(is_sound, added_error, 0.0),
     ]
     minus_first = jnp.where(made > 0, -clock, -NEVER)
     counts = [health.nonfinite, made, minus_first.astype(jnp.int32)]
     return Statistics(jnp.stack(magnitudes), jnp.stack(counts)), health
+
+
+@jax.jit
+def worst_of(operands: Sequence[Health]) -> Health:
+    """The largest of each of some numbers, of at least one health."""
+    return Health(*(jnp.max(jnp.stack(x)) for x in zip(*operands, strict=True)))
 
 
 def _excess(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -139,13 +139,12 @@ def _candidates(operations: Sequence[Operation]) -> list[_Candidate]:
         for size in range(1, len(parts) + 1):
             names.setdefault("/".join(parts[:size]) + "/", set()).add(place)
     candidates: dict[frozenset[int], _Candidate] = {}
-    for name, places in names.items():
-        places = frozenset(places & low)
+    for name, all_places in names.items():
+        places = frozenset(all_places & low)
+        products = frozenset(x for x in places if operations[x].primitive in LOW)
+        blame = sum(_blame(operations[place]) for place in places)
         if places:  # Of scopes that hold the same operations, the outermost is first.
-            products = {x for x in places if operations[x].primitive in LOW}
-            blame = sum(_blame(operations[place]) for place in places)
-            candidate = _Candidate(name, places, frozenset(products), blame)
-            candidates.setdefault(places, candidate)
+            candidates.setdefault(places, _Candidate(name, places, products, blame))
     by_blame = sorted(candidates.values(), key=lambda x: -x.blame)
     return sorted(by_blame[:_MOST_TRIED], key=lambda x: (len(x.places), x.name))
 

@@ -20,12 +20,12 @@ from optax_lossscale._autocast.modules import (
     call_partial,
     call_with_states,
 )
+from optax_lossscale._autocast.named_calls import named_calls
 from optax_lossscale._autocast.notes import watch_for_calls
 from optax_lossscale._autocast.transform import Again, autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._jaxprs import trace_anew
-from optax_lossscale._module_names import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.operation import (
     Badness,
@@ -195,7 +195,7 @@ def _trace_call(
             args, kwargs = rest.merge(arrays)
             results = fun(*args, **kwargs)
             (values, grads), *changes = results if has_modules else (results,)
-            forward, backward = (partition(x)[0] for x in ((values, changes), grads))
+            forward, backward = partition((values, changes))[0], partition(grads)[0]
             is_forward[:] = [True] * len(forward) + [False] * len(backward)
             return [*forward, *backward]
 
@@ -217,9 +217,9 @@ def _where_defined(fun: Any) -> str:
     """File, first line and name of a function."""
     while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
-    function = fun if hasattr(fun, "__code__") else getattr(type(fun), "__call__", None)
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return type(fun).__name__
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({code.co_qualname})"
+    for function in (fun, getattr(type(fun), "__call__", None)):  # noqa: B004
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is not None:
+            file = os.path.basename(code.co_filename)
+            return f"{file}:{code.co_firstlineno} ({code.co_qualname})"
+    return type(fun).__name__

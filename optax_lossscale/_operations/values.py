@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,7 +12,6 @@ from jax.extend import core
 
 from optax_lossscale._operations.statistics import Health, Statistics, measure
 from optax_lossscale._tree import is_floating
-
 
 Pair = tuple[Any, Any]  # An array and its reference, or None if both are one.
 

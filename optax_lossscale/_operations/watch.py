@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 
 from optax_lossscale._autocast.arguments import partition
 from optax_lossscale._autocast.modules import call_with_states
-from optax_lossscale._module_names import named_calls
+from optax_lossscale._autocast.named_calls import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.shadow import run
 from optax_lossscale._operations.statistics import Statistics
@@ -79,7 +79,10 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
                 return Partial(other_results.merge, results)
 
             closed, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            inputs, flags = list(map(as_argument, arrays)), [True] * len(closed.out_avals)
+            inputs, flags = (
+                list(map(as_argument, arrays)),
+                [True] * len(closed.out_avals),
+            )
             values = run(closed, inputs, tape, Context(where=""), flags)
             return results.func([value.array for value in values])
 
@@ -96,9 +99,10 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 def _by_scope(tape: Tape) -> dict[str, dict[str, jax.Array]]:
     """The largest numbers of the operations in each scope."""
     largest: dict[str, dict[str, jax.Array]] = {}
+    zero = jnp.zeros((), jnp.float32)
     for record, statistics in zip(tape.records, tape.statistics, strict=True):
         prefix = "grad_" if record.is_transposed else ""
-        layer = largest.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, _ZERO))
+        layer = largest.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, zero))
         for name, number in _numbers_of(statistics).items():
             layer[prefix + name] = jnp.maximum(layer[prefix + name], number)
     return largest
@@ -113,7 +117,6 @@ def _numbers_of(statistics: Statistics) -> dict[str, jax.Array]:
     }
 
 
-_ZERO = np.float32(0)
 _NAMES = [
     *("largest", "nonfinite", "flushed"),
     *("grad_largest", "grad_nonfinite", "grad_flushed"),

@@ -38,7 +38,7 @@ def named_calls(fun: Callable[..., Any], arguments: PyTree) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner in _owners_of_calls(trees):
             original = vars(owner)["__call__"]
-            owner.__call__ = _named(original)  # type: ignore[attr-defined]
+            setattr(owner, "__call__", _named(original))  # noqa: B010
             stack.callback(setattr, owner, "__call__", original)
         token = _RUNNING.set(())
         stack.callback(_RUNNING.reset, token)

@@ -1,0 +1,184 @@
+"""Draw the loss scale and the losses of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from optax_lossscale._checks import (
+    check_concrete,
+    check_mapping,
+    check_numbers,
+    check_scale,
+)
+from optax_lossscale._types import Metrics
+from optax_lossscale.plotting._axes import (
+    BLUE,
+    DRAW_OUTSIDE,
+    RED,
+    STYLES,
+    axes_or_new,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SELECT_ONE = (
+    " (To draw one device or ensemble member, pass `jax.tree.map(lambda x: x[:, 0], "
+    "history)`, with `x[0]` instead if `history` is a list or steps come last.)"
+)
+
+
+def plot_loss_scale(
+    history: Metrics | Sequence[Metrics],
+    *,
+    init_scale: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the loss scale over the steps of a run, and marks the skipped steps.
+
+    Collect `loss_scale_metrics(opt_state)` after every update, and pass the list. The
+    metrics hold the scale as the update left it, for the next step. So the scale that
+    a step used is that of the metrics before, and a skipped step is marked at the scale
+    that overflowed. The axis of the loss scale is logarithmic, in powers of two.
+
+    Args:
+      history: The metrics that `loss_scale_metrics` returned after each step: a list
+        of one dict a step, or one dict of them all, stacked over steps as by
+        `lax.scan`. It holds at least `loss_scale`, `f32[steps]`, and `last_finite`,
+        `bool[steps]`.
+      init_scale: The loss scale that the first step used, which `history` does not
+        hold: `get_loss_scale(opt_state)` before that step. None takes the first scale
+        of `history`, which is too low if the first step was skipped.
+      ax: Axes to draw into. None makes a new figure.
+
+    Returns:
+      The axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      ValueError: If `history` lacks a key, is empty, or is not stacked, or if
+        `init_scale` is not a usable loss scale.
+      TypeError: If `init_scale` is not a number, if `history` holds strings or steps
+        whose shapes differ, or if it is called inside `jit`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(1024.0)
+      >>> state, history = rule.init(), []
+      >>> for finite in (False, True, False):
+      ...     state = rule.adjust(state, finite)
+      ...     history.append(ols.loss_scale_metrics(state))
+      >>> ax = ols.plotting.plot_loss_scale(history, init_scale=1024.0)
+      >>> scales, skipped = ax.lines
+      >>> print(scales.get_ydata())
+      [1024.  512.  512.  256.]
+      >>> print(skipped.get_xdata(), skipped.get_ydata())
+      [0 2] [1024.  512.]
+    """
+    check_concrete("history", history, DRAW_OUTSIDE)
+    stacked = _stacked(history)
+    after = check_numbers("history['loss_scale']", stacked["loss_scale"])
+    finite = check_numbers("history['last_finite']", stacked["last_finite"]) != 0
+    if after.ndim != 1 or finite.shape != after.shape or not after.size:
+        hints = {0: " (Pass a list of the dicts, one for each step.)", 1: ""}
+        raise ValueError(
+            f"`history` must be stacked over steps, got shapes {after.shape} and "
+            f"{finite.shape}.{hints.get(after.ndim, _SELECT_ONE)}"
+        )
+    first = after[0] if init_scale is None else check_scale("init_scale", init_scale)
+    scales = np.concatenate([[first], after])  # Step t used scales[t].
+    skipped = np.flatnonzero(~finite)
+    ax = axes_or_new(ax)
+    ax.step(
+        np.arange(len(scales)), scales, where="post", color=BLUE, label="loss scale"
+    )
+    if skipped.size:
+        label = f"skipped: {skipped.size} of {finite.size} steps"
+        ax.plot(skipped, scales[skipped], "x", color=RED, label=label)
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="step", ylabel="loss scale")
+    from matplotlib.ticker import MaxNLocator
+
+    # Given axes may be logarithmic, or have ticks of their own.
+    if isinstance(ax.xaxis.get_major_locator(), MaxNLocator):
+        ax.locator_params(axis="x", integer=True)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return ax
+
+
+def plot_training(
+    losses: Mapping[str, jax.typing.ArrayLike],
+    loss_scales: Mapping[str, jax.typing.ArrayLike],
+    *,
+    ax: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Draws the training losses of several runs, and their loss scales beneath.
+
+    Args:
+      losses: A mapping from the label of each run to its losses, `f32[steps]` and
+        positive. Line styles repeat after seven runs.
+      loss_scales: A mapping from some or all of these labels to the loss scale that
+        each step of the run used, `f32[steps]`, dimensionless: what
+        `get_loss_scale(opt_state)` returns before each update. The scale after the last
+        step may follow as one more entry.
+      ax: Two axes to draw into. None makes a new figure.
+
+    Returns:
+      The two axes.
+
+    Raises:
+      ImportError: If matplotlib is missing.
+      TypeError: If `losses` or `loss_scales` is not a mapping or holds strings, or if
+        it is called inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> run = {"float16": jnp.array([2.0, 1.0])}
+      >>> [ax.get_ylabel() for ax in ols.plotting.plot_training(run, run)]
+      ['training loss', 'loss scale']
+    """
+    check_mapping("losses", losses, "'float16': losses")
+    check_mapping("loss_scales", loss_scales, "'float16': loss_scales")
+    runs = [*losses.values(), *loss_scales.values()]
+    check_concrete("losses", runs, DRAW_OUTSIDE)
+    loss_ax, scale_ax = axes_or_new(ax, rows=2, height=6.0)
+    for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
+        values = check_numbers(f"losses[{name!r}]", loss)
+        loss_ax.semilogy(values, label=shown(name), **style)
+        if name in loss_scales:
+            scales = check_numbers(f"loss_scales[{name!r}]", loss_scales[name])
+            scale_ax.plot(scales, drawstyle="steps-post", label=shown(name), **style)
+    scale_ax.set_yscale("log", base=2)
+    loss_ax.set(ylabel="training loss")
+    scale_ax.set(xlabel="step", ylabel="loss scale")
+    for axes in (loss_ax, scale_ax):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    return loss_ax, scale_ax
+
+
+def _stacked(history: Metrics | Sequence[Metrics]) -> Mapping[str, Any]:
+    """The metrics of a run as one dict of arrays, or lists, over its steps."""
+    names = {"loss_scale", "last_finite"}
+    steps = [history] if isinstance(history, Mapping) else history
+    is_metrics = isinstance(steps, Sequence) and all(
+        isinstance(metrics, Mapping) and names <= set(metrics) for metrics in steps
+    )
+    if not (is_metrics and steps):
+        raise ValueError(
+            "`history` must be one dict with `loss_scale` and `last_finite`, or a list "
+            f"of a dict for each step, got {history!r:.60}. (Pass what "
+            "`loss_scale_metrics` returned.)"
+        )
+    if isinstance(history, Mapping):
+        return history
+    fetched = jax.device_get(list(steps))
+    return {name: [metrics[name] for metrics in fetched] for name in names}
