@@ -39,6 +39,7 @@ from optax_lossscale._operations.values import (
 )
 from optax_lossscale._tree import is_floating, wide_dtype
 
+_UNUSED = Value(None, None)  # Of a program that does nothing with it.
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
 
@@ -62,7 +63,9 @@ def run(
     values: dict[core.Var, Value] = {}
 
     def read(atom: Any) -> Value:
-        return of_number(atom.val) if isinstance(atom, core.Literal) else values[atom]
+        if isinstance(atom, core.Literal):
+            return of_number(atom.val)
+        return values.get(atom, _UNUSED)
 
     values.update(zip(program.constvars, map(as_argument, closed.consts), strict=True))
     values.update(zip(program.invars, operands, strict=True))

@@ -61,7 +61,67 @@ def trace_operations(
     loss_scale: float = 1.0,
     argnums: int | Sequence[int] = 0,
 ) -> Operations:
-    """Runs a function and its gradient, and returns the numbers of every operation."""
+    """Runs a function and its gradient, and returns the numbers of every operation.
+
+    The answer to "my loss is NaN: where?". The function runs once, operation by
+    operation, as it would under `autocast`, and beside it the same program in float32,
+    in which no number is ever rounded to fewer than 32 bits:
+
+        operations = ols.diagnostics.trace_operations(loss_fn, params, x, y)
+        ols.diagnostics.print_operation_report(operations)
+
+    Pass the function that computes the loss, not the training step, and outside `jit`.
+    Modules of Flax and Equinox may be arguments; a call changes none of them, not even
+    batch statistics or dropout counts.
+
+    * *Which operations.* All whose results are floating, in the forward and in the
+      backward pass, also inside jitted functions, loops, branches, `jax.checkpoint`,
+      `shard_map` and derivative rules. An operation in a loop is listed once, with its
+      worst numbers, and one that `jax.checkpoint` repeats too. A fused kernel counts as
+      one operation. The condition of a `while_loop` is not listed.
+    * *In float32* the program takes the same branches, and makes the same number of
+      iterations, as the program in half precision does.
+    * *Without a loss.* If the function returns no floating scalar, alone or first in a
+      tuple, there is nothing to differentiate, and only the forward pass is listed.
+    * *Cost.* Only statistics are kept. The first call compiles each kind of operation,
+      so it takes some seconds, and later ones are fast.
+
+    Args:
+      fun: A function that returns a loss, or a tuple or list that begins with one. If
+        it is under `autocast`, or calls a function that is, it runs as it is. Otherwise
+        it runs as `autocast(fun, dtype, level=level)`.
+      *args: Its arguments, with values. Bind keyword arguments by `functools.partial`.
+      dtype: float16 or bfloat16.
+      level: `"O0"` to `"O3"`, as in `autocast`. `"O0"` traces a model that casts by
+        itself, such as one with `dtype=jnp.float16`, exactly as it is.
+      loss_scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
+      argnums: What to differentiate by, as in `scaled_value_and_grad`.
+
+    Returns:
+      A list of `Operation`, in order of execution. It keeps the function and its
+      arguments, so that `suggest_full_precision` can run them again.
+
+    Raises:
+      TypeError: If `fun` is not a function, if an argument has no values, as inside
+        `jit`, or raised by JAX, for example for a first argument of integers.
+      ValueError: If `loss_scale` is outside its range, or raised by `autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(x @ w)
+      >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+      >>> for operation in ols.diagnostics.trace_operations(loss_fn, w, x)[:3]:
+      ...     print(operation.primitive, operation.dtype, operation.largest)
+      convert_element_type float16 200.0
+      convert_element_type float16 300.0
+      dot_general float16 inf
+
+    References:
+      Benz, Hildebrandt and Hack, A dynamic program analysis to find floating-point
+      accuracy problems, PLDI 2012, run a program beside itself in a wider format
+      (https://doi.org/10.1145/2254064.2254118).
+    """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
     check_concrete("args", args, "Call it outside `jit`.")

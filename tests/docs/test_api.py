@@ -81,15 +81,21 @@ select_tree(pred, a, b)
 """,
     ols.diagnostics: """
 exponent_histogram(tree, *, min_exponent=-40, max_exponent=20)
+first_nonfinite(operations)
 headroom_bits(tree, *, scale=1.0, dtype=float16)
 nonfinite_report(tree)
 print_nonfinite_report(tree, *, file=None)
+print_operation_report(operations, *, limit=20, file=None)
+suggest_full_precision(operations, tolerance)
 suggest_init_scale(tree, *, dtype=float16, margin_bits=2.0)
+trace_operations(fun, *args, dtype=float16, level='O1', loss_scale=1.0, argnums=0)
 underflow_fraction(tree, *, scale=1.0, dtype=float16)
+watch(fun)
 """,
     ols.plotting: """
 plot_exponent_histogram(histograms, *, dtype=float16, ax=None)
 plot_loss_scale(history, *, init_scale=None, ax=None)
+plot_operations(operations, *, dtype=float16, ax=None)
 plot_training(losses, loss_scales, *, ax=None)
 plot_underflow_by_leaf(tree, *, scale=1.0, dtype=float16, ax=None)
 """,
@@ -191,6 +197,12 @@ def test_the_defaults_of_fields_are_as_promised():
 
 
 def test_the_fields_of_a_histogram_are_as_promised():
+    assert ols.diagnostics.Operation._fields == (
+        *("primitive", "where", "scope", "is_backward", "dtype", "shape", "largest"),
+        *("float32_largest", "nonfinite", "made_nonfinite", "underflow"),
+        *("added_underflow", "headroom_bits", "unscaled_headroom_bits", "error"),
+        *("added_error", "loop", "iteration"),
+    )
     assert ols.diagnostics.ExponentHistogram._fields == (
         "exponents",
         "counts",

@@ -1,4 +1,15 @@
 #!/usr/bin/env bash
+# Before the first release, the owner decides the addresses of repository and site. They
+# are in pyproject.toml, and a test compares the other files with it. With the real OWNER
+# and NAME in it, this line replaces both addresses everywhere:
+#
+#   git grep -lE 'optax-lossscale(/|\.github\.io/)optax_lossscale' | xargs perl -pi -e \
+#     's#optax-lossscale(/|\.github\.io/)optax_lossscale#OWNER${1}NAME#g'
+#
+# The owner also decides the authors' names (pyproject.toml, CITATION.cff, docs/conf.py)
+# and the date of the release. Check the workflows with tests/tools/actionlint.sh. On
+# GitHub, let Pages publish from GitHub Actions.
+#
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
 # JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
 # and those of `compat.flax` with Flax.
