@@ -26,7 +26,13 @@ from optax_lossscale._jaxprs import (
     where_written,
 )
 from optax_lossscale._operations.nesting import NESTINGS, needed
-from optax_lossscale._operations.statistics import measure, worst_of
+from optax_lossscale._operations.statistics import (
+    Health,
+    Statistics,
+    measure,
+    passed_on,
+    worst_of,
+)
 from optax_lossscale._operations.values import (
     Context,
     Frame,
@@ -39,6 +45,10 @@ from optax_lossscale._operations.values import (
 )
 from optax_lossscale._tree import is_floating, wide_dtype
 
+_MOVES = (
+    *(primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.squeeze_p),
+    *(primitives.transpose_p, primitives.convert_element_type_p),
+)
 _UNUSED = Value(None, None)  # Of a program that does nothing with it.
 _PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
@@ -120,20 +130,45 @@ def _apply_alone(frame: Frame) -> list[Value]:
     is_scaled = any(x.is_scaled for x in operands)
     floats = [i for i, array in enumerate(arrays) if is_floating(array)]
     known = [x.health for x in operands if x.health is not None]
+    statistics = None
     if not floats:  # A comparison, say: it passes on that it compared NaN.
         health = worst_of(known) if known else None
     else:
-        results = [arrays[i] for i in floats]
-        exact = [references[i] for i in floats]
-        statistics, health = measure(results, exact, known, tape.clock)
-        tape.records.append(_record(frame, results[0], is_scaled))
+        results, exact = [arrays[i] for i in floats], [references[i] for i in floats]
+        moved = None if tape.is_local else _moved(equation, operands, arrays)
+        statistics, health = moved or measure(results, exact, known, tape.clock)
+        tape.records.append(_record(frame, arrays[floats[0]], is_scaled))
         tape.statistics.append(statistics)
     if tape.is_local:
         references = list(map(widened, arrays))
+    kept = statistics if len(arrays) == 1 else None
     return [
-        Value(array, reference, health, is_scaled)
+        Value(array, reference, health, is_scaled, kept)
         for array, reference in zip(arrays, references, strict=True)
     ]
+
+
+def _moved(
+    equation: core.JaxprEqn, operands: Sequence[Value], arrays: Sequence[Any]
+) -> tuple[Statistics, Health] | None:
+    """The numbers of an operation whose result has the entries of its operand.
+
+    They need not be measured again. None for any other operation.
+    """
+    if equation.primitive not in _MOVES or len(operands) != 1:
+        return None
+    (operand,), (array,) = operands, arrays
+    old, new = (jnp.result_type(x) for x in (operand.array, array))
+    is_widened = _is_narrow(operand.array) and new == jnp.float32
+    size, old_size = jnp.size(array), jnp.size(operand.array)
+    if operand.statistics is None or operand.health is None or not old_size:
+        return None
+    if new != old and not is_widened:
+        return None
+    times = np.int32(size // old_size)
+    result: tuple[Statistics, Health]
+    result = passed_on(operand.statistics, operand.health, times)
+    return result
 
 
 def _record(frame: Frame, result: Any, is_scaled: bool) -> Record:

@@ -97,26 +97,17 @@ def measure(
       clock: `i32[]`. How many iterations of loops have begun before.
     """
     comparisons = [
-        part
-        for x, reference in zip(arrays, references, strict=True)
-        for part in _compare_parts(x, None if reference is x else reference)
+        _compare(widen(x), widen(r))
+        for array, reference in zip(arrays, references, strict=True)
+        for x, r in zip(real_parts(array), real_parts(reference), strict=True)
     ]
     result: tuple[Statistics, Health] = _conclude(comparisons, operands, clock)
     return result
 
 
 # Two functions, because XLA compiles one for each shape, and one for each number of
-# operands: for both together it would take minutes to compile a large model.
+# operands. One function for both would be compiled for each pair of these.
 @jax.jit
-def _compare_parts(array: jax.Array, reference: jax.Array | None) -> list[_Comparison]:
-    """Compares an array, or the two parts of a complex one, with its reference."""
-    parts = real_parts(array)
-    if reference is None:
-        return [_compare(widen(x), widen(x)) for x in parts]
-    pairs = zip(parts, real_parts(reference), strict=True)
-    return [_compare(widen(x), widen(r)) for x, r in pairs]
-
-
 def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
     """Compares the entries of two real arrays, all in one reduction."""
     x, r = x.reshape(-1), r.reshape(-1)
@@ -191,6 +182,21 @@ def _conclude(
     minus_first = jnp.where(made > 0, -clock, -NEVER)
     counts = [health.nonfinite, made, minus_first.astype(jnp.int32)]
     return Statistics(jnp.stack(magnitudes), jnp.stack(counts)), health
+
+
+@jax.jit
+def passed_on(
+    statistics: Statistics, health: Health, times: jax.Array
+) -> tuple[Statistics, Health]:
+    """The same for an operation that moves the entries of an array, or repeats each.
+
+    Reference: `measure` of its result, with `health` among the operands.
+    """
+    magnitudes = statistics.magnitudes.at[4:].set(0.0)
+    nonfinite, diverged = health.nonfinite * times, health.diverged * times
+    counts = jnp.stack([nonfinite, jnp.int32(0), jnp.int32(-NEVER)])
+    health = health._replace(nonfinite=nonfinite, diverged=diverged)
+    return Statistics(magnitudes, counts), health
 
 
 @jax.jit

@@ -24,12 +24,14 @@ class Value(NamedTuple):
       reference: The same in float32; the very same object if nothing was rounded.
       health: What the operation that made it hands on; None for sound numbers.
       is_scaled: Whether it depends on the loss scale.
+      statistics: The numbers of that operation, if it has one result only.
     """
 
     array: Any
     reference: Any
     health: Health | None = None
     is_scaled: bool = False
+    statistics: Statistics | None = None
 
 
 class Record(NamedTuple):

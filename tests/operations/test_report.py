@@ -1,0 +1,209 @@
+"""What is printed about operations."""
+
+import io
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.places import place_of
+from optax_lossscale.diagnostics import (
+    Operation,
+    first_nonfinite,
+    print_operation_report,
+    trace_operations,
+)
+
+TITLES = "operation pass dtype largest nonfinite underflow error headroom where scope".split()
+
+
+def operation(**changes):
+    """An operation of float16 without faults, apart from what is given."""
+    return Operation(
+        **{
+            "primitive": "mul",
+            "where": "net.py:7 (Net.__call__)",
+            "scope": "Net/layer",
+            "is_backward": False,
+            "dtype": np.dtype(np.float16),
+            "shape": (2, 3),
+            "largest": 2.0,
+            "float32_largest": 2.0,
+            "nonfinite": 0,
+            "made_nonfinite": 0,
+            "underflow": 0.0,
+            "added_underflow": 0.0,
+            "headroom_bits": 14.0,
+            "unscaled_headroom_bits": 14.0,
+            "error": 0.0,
+            "added_error": 0.0,
+            "loop": None,
+            "iteration": None,
+            **changes,
+        }
+    )
+
+
+OVERFLOW = {
+    "largest": math.inf,
+    "float32_largest": 131008.0,
+    "nonfinite": 5,
+    "made_nonfinite": 4,
+    "headroom_bits": -1.0,
+    "unscaled_headroom_bits": -1.0,
+    "error": math.inf,
+    "added_error": math.inf,
+}
+
+
+def printed(capsys, operations, **settings):
+    print_operation_report(operations, **settings)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_program_without_faults_has_one_line(capsys):
+    lines = printed(capsys, [operation(), operation()])
+    assert lines == ["2 operations ran, and all their results are finite."]
+
+
+def test_the_first_operation_is_described_by_all_that_names_it(capsys):
+    lines = printed(capsys, [operation(), operation(**OVERFLOW)])
+    assert lines[:2] == [
+        "2 operations ran, 1 of them made NaN or infinity, and 0 received some.",
+        "The first: mul at net.py:7 (Net.__call__) in Net/layer, forward pass: "
+        "4 of 6 entries. In float32 its largest entry is 1.31e+05, beyond 65504, the "
+        "largest number of float16, at any loss scale.",
+    ]
+
+
+def test_the_table_has_the_columns_of_the_docstring(capsys):
+    titles, row = printed(capsys, [operation(**OVERFLOW)])[3:]
+    assert titles.split() == TITLES
+    assert row.split() == [
+        *("mul", "forward", "float16", "inf", "5", "0.0%", "inf", "-1.0"),
+        *("net.py:7", "(Net.__call__)", "Net/layer"),
+    ]
+
+
+def test_operations_that_received_nonfinite_numbers_are_counted_and_left_out(capsys):
+    received = operation(nonfinite=6, largest=math.inf, where="later.py:1 (f)")
+    lines = printed(capsys, [operation(**OVERFLOW), received, received])
+    assert lines[0].endswith("1 of them made NaN or infinity, and 2 received some.")
+    assert not any("later.py" in line for line in lines)
+
+
+def test_nonfinite_arguments_are_pointed_at(capsys):
+    lines = printed(capsys, [operation(nonfinite=6, largest=math.inf)])
+    assert lines == [
+        "1 operations ran. None made NaN or infinity, but 1 received some. "
+        "(Look at the arguments.)"
+    ]
+
+
+def test_an_overflow_of_the_loss_scale_says_by_how_much_it_is_too_large(capsys):
+    changes = {**OVERFLOW, "headroom_bits": -2.5, "unscaled_headroom_bits": 12.5}
+    lines = printed(capsys, [operation(**changes, is_backward=True, scope="")])
+    assert "mul at net.py:7 (Net.__call__), backward pass: 4 of 6 entries" in lines[1]
+    assert "Only the loss scale makes it overflow" in lines[1]
+    assert lines[1].endswith("with a scale lower by 2**3 it fits.")
+
+
+def test_nan_of_finite_float32_numbers_is_not_called_an_overflow(capsys):
+    changes = {**OVERFLOW, "headroom_bits": 3.0, "float32_largest": 8188.0}
+    text = printed(capsys, [operation(**changes)])[1]
+    assert "In float32 its largest entry is 8.19e+03, which float16 can hold" in text
+
+
+def test_what_is_not_finite_in_float32_either_says_so(capsys):
+    changes = {**OVERFLOW, "headroom_bits": -math.inf, "float32_largest": math.inf}
+    text = printed(capsys, [operation(**changes)])[1]
+    assert text.endswith("The same operation is not finite in float32 either.")
+
+
+def test_the_iteration_of_a_loop_is_named(capsys):
+    text = printed(capsys, [operation(**OVERFLOW, loop=0, iteration=17)])[1]
+    assert "4 of 6 entries, first in iteration 17 of its loop." in text
+
+
+def test_operations_that_lose_most_are_first(capsys):
+    losses = {"a.py": (0.1, 0.0), "b.py": (0.0, 0.9), "c.py": (0.5, 0.2)}
+    operations = [
+        operation(where=f"{name}:1 (f)", added_underflow=x, added_error=y)
+        for name, (x, y) in losses.items()
+    ]
+    lines = printed(capsys, operations)
+    files = [word for line in lines for word in line.split() if ".py:" in word]
+    assert files == ["b.py:1", "c.py:1", "a.py:1"]
+
+
+def test_operations_that_made_infinities_are_first_and_in_order(capsys):
+    operations = [
+        operation(where="lossy.py:1 (f)", added_error=0.9),
+        operation(**{**OVERFLOW, "where": "one.py:1 (f)"}),
+        operation(**{**OVERFLOW, "where": "two.py:1 (f)"}),
+        operation(where="exact.py:1 (f)"),
+    ]
+    lines = printed(capsys, operations)[3:]
+    files = [word for line in lines for word in line.split() if ".py:" in word]
+    assert files == ["one.py:1", "two.py:1", "lossy.py:1"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_no_more_lines_are_printed_than_the_limit(capsys, limit):
+    operations = [operation(added_error=0.1 * i) for i in range(1, 4)]
+    lines = printed(capsys, operations, limit=limit)
+    assert len(lines) == 3 + min(limit, 3)
+
+
+def test_a_limit_below_1_is_refused():
+    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
+        print_operation_report([operation()], limit=0)
+
+
+def test_a_limit_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="`limit` must be"):
+        print_operation_report([operation()], limit="all")
+
+
+def test_the_report_goes_to_a_file(capsys):
+    file = io.StringIO()
+    print_operation_report([operation()], file=file)
+    assert file.getvalue().startswith("1 operations ran")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_program_is_reported(capsys):
+    assert printed(capsys, []) == [
+        "0 operations ran, and all their results are finite."
+    ]
+
+
+def test_columns_are_aligned_and_lines_have_no_spaces_at_their_ends(capsys):
+    operations = [
+        operation(added_error=0.3, largest=123456.0),
+        operation(added_error=0.2, where="m.py:123456 (f)", scope=""),
+    ]
+    lines = printed(capsys, operations)[2:]
+    assert all(line == line.rstrip() for line in lines)
+    starts = {line.index("forward") for line in lines[1:]}
+    assert starts == {lines[0].index("pass")}
+    ends = {line.index("%") for line in lines[1:]}
+    assert ends == {lines[0].index("underflow") + len("underflow") - 1}
+
+
+def test_the_report_of_a_program_names_its_line_and_scope(capsys):
+    def loss_fn(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean(x @ w)  # product
+
+    w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+    operations = trace_operations(loss_fn, w, x)
+    lines = printed(capsys, operations)
+    place = place_of(loss_fn, "product")
+    assert f"The first: dot_general at {place} in layer, forward pass" in lines[1]
+    # 3 * 300 * 200 is 180000.
+    assert "In float32 its largest entry is 1.8e+05, beyond 65504" in lines[1]
+    assert lines[4].split()[:5] == ["dot_general", "forward", "float16", "inf", "2"]
+    assert first_nonfinite(operations).where == place

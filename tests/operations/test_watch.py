@@ -1,0 +1,283 @@
+"""The numbers of each layer, from inside a compiled step."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.inner import lenient
+from helpers.modules import ROWS, Net, arrays_of, mean_square
+from optax_lossscale.diagnostics import watch
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.uniform(0.5, 1.0, size=(3, 4)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)
+NAMES = {
+    *("largest", "nonfinite", "flushed"),
+    *("grad_largest", "grad_nonfinite", "grad_flushed"),
+}
+
+
+@ols.autocast
+def loss_fn(weights, x):
+    for i, weight in enumerate(weights):
+        with jax.named_scope(f"layer{i}"):
+            x = jnp.tanh(x @ weight)
+    return jnp.mean(x)
+
+
+WEIGHTS = [W, 2 * W]
+
+
+def test_results_keep_their_bits():
+    fun = jax.value_and_grad(loss_fn)
+    expected = jax.jit(fun)(WEIGHTS, X)
+    results, _ = jax.jit(watch(fun))(WEIGHTS, X)
+    assert_same_bits(results, expected)
+
+
+def test_results_keep_their_bits_outside_jit():
+    fun = jax.value_and_grad(loss_fn)
+    results, layers = watch(fun)(WEIGHTS, X)
+    compiled, compiled_layers = jax.jit(watch(fun))(WEIGHTS, X)
+    np.testing.assert_allclose(results[0], compiled[0], rtol=1e-3)
+    assert layers.keys() == compiled_layers.keys()
+
+
+def test_results_of_other_kinds_are_returned_as_they_are():
+    def fun(x):
+        return {"text": "kept", "none": None, "y": x * 2, "count": 3}
+
+    results, layers = watch(fun)(X)
+    assert results["text"] == "kept"
+    assert results["none"] is None
+    assert results["count"] == 3
+    np.testing.assert_array_equal(results["y"], 2 * X)
+    assert set(layers) == {""}
+
+
+def test_the_numbers_are_scalars_of_float32_for_each_scope():
+    _, layers = jax.jit(watch(jax.value_and_grad(loss_fn)))(WEIGHTS, X)
+    assert set(layers) == {"", "layer0", "layer1"}
+    for layer in layers.values():
+        assert set(layer) == NAMES
+        assert {(x.shape, x.dtype.name) for x in layer.values()} == {((), "float32")}
+
+
+def test_the_largest_magnitude_of_a_scope_is_that_of_numpy():
+    @ols.autocast
+    def forward(w, x):
+        with jax.named_scope("layer"):
+            return x @ w
+
+    _, layers = watch(forward)(3 * W, X)
+    product = X.astype(jnp.float16).astype(jnp.float32) @ (3 * W).astype(
+        jnp.float16
+    ).astype(jnp.float32)
+    # The cast of the weight stands in the scope, too.
+    largest = max(np.max(np.abs(product)), np.max(np.abs(3 * W)))
+    np.testing.assert_allclose(layers["layer"]["largest"], largest, rtol=2e-3)
+    assert layers["layer"]["grad_largest"] == 0
+
+
+def test_entries_that_are_nonfinite_or_flushed_are_counted_by_scope():
+    def fun(x):
+        with jax.named_scope("above"):
+            above = (1e5 * x).astype(jnp.float16)
+        with jax.named_scope("below"):
+            below = (1e-9 * x).astype(jnp.float16)
+        return above, below
+
+    x = jnp.float32([0.0, 0.0, 0.1, 1.0, 2.0])
+    _, layers = watch(fun)(x)
+    assert layers["above"]["nonfinite"] == 2  # 1e4 fits.
+    assert layers["above"]["largest"] == jnp.inf
+    assert layers["above"]["flushed"] == 0
+    assert layers["below"]["nonfinite"] == 0
+    assert layers["below"]["flushed"] == 1  # Of three that are not zero, all three.
+    np.testing.assert_allclose(layers["below"]["largest"], 2e-9, rtol=1e-6)
+
+
+def test_the_backward_pass_is_multiplied_by_the_loss_scale():
+    def run(loss_scale):
+        fun = jax.grad(lambda weights, x: loss_scale * loss_fn(weights, x))
+        return jax.jit(watch(fun))(WEIGHTS, X)[1]
+
+    one, other = run(1.0), run(2.0**8)
+    for scope in ("layer0", "layer1"):
+        assert other[scope]["largest"] == one[scope]["largest"]
+        assert other[scope]["grad_largest"] > 0
+        ratio = other[scope]["grad_largest"] / one[scope]["grad_largest"]
+        assert 1 <= ratio <= 2.0**8 * 1.01
+    assert other["layer1"]["grad_largest"] > 100 * one["layer1"]["grad_largest"]
+
+
+def test_a_loop_counts_with_its_worst_iteration():
+    def fun(x):
+        def body(x, _):
+            with jax.named_scope("body"):
+                return x * 2, None
+
+        return jax.lax.scan(body, x.astype(jnp.float16), length=12)[0]
+
+    for run in (watch(fun), jax.jit(watch(fun))):
+        _, layers = run(jnp.full(3, 64.0))
+        assert layers["body"]["nonfinite"] == 3
+        assert layers["body"]["largest"] == jnp.inf
+
+
+def test_watching_takes_branches_loops_and_checkpoints_under_jit():
+    def fun(w, x, flag):
+        def body(x, _):
+            with jax.named_scope("body"):
+                x = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
+            return jax.lax.cond(flag, lambda x: x * 2, lambda x: x - 1, x), None
+
+        return jnp.mean(jax.lax.scan(body, x, length=2)[0])
+
+    fun = jax.value_and_grad(ols.autocast(fun))
+    expected = jax.jit(fun)(W, X, True)
+    results, layers = jax.jit(watch(fun))(W, X, True)
+    assert_same_bits(results, expected)
+    assert layers["body"]["grad_largest"] > 0
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = linen.Dense(4)(x)
+        return x
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class EquinoxNet(eqx.Module):
+    layers: list
+
+    def __init__(self):
+        self.layers = [eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(2)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def assert_scopes(layers, scopes):
+    """Each scope has numbers of both passes."""
+    for scope in scopes:
+        found = [name for name in layers if (name + "/").startswith(scope + "/")]
+        assert found
+        assert any(layers[name]["largest"] > 0 for name in found)
+        assert any(layers[name]["grad_largest"] > 0 for name in found)
+
+
+def test_modules_of_linen_are_named():
+    model = LinenNet()
+    with jax.numpy_rank_promotion("allow"):
+        variables = jax.jit(model.init)(jax.random.key(0), X)
+        fun = jax.grad(ols.autocast(lambda v, x: jnp.mean(model.apply(v, x))))
+        _, layers = jax.jit(watch(fun))(variables, X)
+    assert_scopes(layers, ["LinenNet/Dense_0", "LinenNet/Dense_1"])
+
+
+def test_modules_of_nnx_are_named():
+    with jax.numpy_rank_promotion("allow"):
+        fun = nnx.grad(ols.autocast(lambda model, x: jnp.mean(model(x))))
+        _, layers = watch(fun)(NnxNet(), X)
+    assert_scopes(layers, ["NnxNet/layers/0", "NnxNet/layers/1"])
+
+
+def test_modules_of_nnx_are_named_under_jit():
+    with jax.numpy_rank_promotion("allow"):
+        fun = nnx.grad(ols.autocast(lambda model, x: jnp.mean(model(x))))
+        _, layers = nnx.jit(lambda model, x: watch(fun)(model, x))(NnxNet(), X)
+    assert_scopes(layers, ["NnxNet/layers/0", "NnxNet/layers/1"])
+
+
+def test_modules_of_equinox_are_named():
+    fun = eqx.filter_grad(ols.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x))))
+    _, layers = eqx.filter_jit(watch(fun))(EquinoxNet(), X)
+    assert_scopes(layers, ["EquinoxNet/layers/0", "EquinoxNet/layers/1"])
+
+
+def test_modules_of_nnx_are_updated_once():
+    watched, plain = Net(), Net()
+    for _ in range(2):
+        results, layers = watch(mean_square)(watched, ROWS)
+        expected = mean_square(plain, ROWS)
+    np.testing.assert_allclose(results, expected, rtol=1e-5)
+    for actual, other in zip(arrays_of(watched), arrays_of(plain), strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
+    assert watched.dropout.rngs.count[...] == 2
+    assert {"Net/linear", "Net/norm", "Net/dropout"} <= set(layers)
+
+
+def test_a_module_can_be_watched_itself():
+    watched, plain = Net(), Net()
+    results, layers = watch(watched)(ROWS)
+    np.testing.assert_allclose(results, plain(ROWS), rtol=1e-5, atol=1e-6)
+    assert {"Net/linear", "Net/norm"} <= set(layers)
+    assert_same_bits(watched.dropout.rngs.count[...], plain.dropout.rngs.count[...])
+
+
+def test_the_layer_that_made_a_step_skip_is_named():
+    """The loss scale is fine for the second layer, but the first has a steep slope."""
+
+    def model_loss(params, x):
+        with jax.named_scope("first"):
+            x = 512.0 * (x @ params["first"])
+        with jax.named_scope("second"):
+            x = (x * 2.0**-9) @ params["second"]
+        return jnp.mean(x)
+
+    cast = ols.autocast(model_loss)
+    tx = ols.loss_scaled(lenient(optax.sgd(0.1)), ols.static_loss_scale(2.0**18))
+    params = {"first": jnp.eye(4), "second": 600 * jnp.eye(4)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        grads_fn = ols.scaled_grad(cast, state)
+        grads, layers = watch(grads_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, layers
+
+    new, state, layers = step(params, state, X)
+    assert_same_bits(new, params)
+    assert ols.loss_scale_metrics(state)["total_notfinite"] == 1
+    # The cotangent of the mean is 2**18 / 12 = 21845, and that of `x` 600 times this.
+    assert layers["first"]["nonfinite"] == layers["second"]["nonfinite"] == 0
+    assert layers["second"]["grad_nonfinite"] > 0
+    # Without the weights of 600, the first has 21845, once 2**-9 and once 512 times.
+    _, _, layers = step({"first": jnp.eye(4), "second": jnp.eye(4)}, state, X)
+    assert layers["second"]["grad_nonfinite"] == 0
+    assert layers["first"]["grad_nonfinite"] == 0
+
+
+@pytest.mark.parametrize("fun", [None, 3.0, "loss_fn"])
+def test_what_is_no_function_is_refused(fun):
+    with pytest.raises(TypeError, match="`fun` must be a function, got"):
+        watch(fun)
+
+
+def test_the_wrapper_has_the_name_of_the_function():
+    def own_name(x):
+        return x
+
+    assert watch(own_name).__name__ == "own_name"
