@@ -1,13 +1,15 @@
 """Read programs that JAX has traced, and evaluate their equations one by one."""
 
+import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import itertools
 import os
 import sysconfig
-import traceback
 import types
 from collections.abc import Iterator, Sequence
+from traceback import walk_stack
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 METADATA = "optax_lossscale_autocast"
 # Scopes that JAX adds in checkpoints, and those of markers for autocast.
 _NOT_SHOWN = ("checkpoint", "rematted_computation", "optax_lossscale.")
+_ARE_LINES_KEPT = contextvars.ContextVar("are_lines_kept", default=False)
 _SERIALS = itertools.count()
 _UNCHANGED = contextlib.nullcontext()
 _PACKAGE = os.path.dirname(__file__) + os.sep
@@ -31,10 +34,10 @@ def evaluate(
     inputs: Sequence[Any],
     params: dict[str, Any] | None = None,
     *,
-    is_named: bool = True,
+    is_located: bool = True,
 ) -> Sequence[Any]:
     """Returns the outputs of one equation, computed in the context of the equation."""
-    with context_of(equation, is_named=is_named):
+    with context_of(equation, is_located=is_located):
         params = equation.params if params is None else params
         return bind(equation.primitive, inputs, params)
 
@@ -53,20 +56,19 @@ def bind(
 
 
 @contextlib.contextmanager
-def context_of(equation: core.JaxprEqn, *, is_named: bool = True) -> Iterator[None]:
-    """Restores what an equation was traced under: its names, mesh and settings.
+def context_of(equation: core.JaxprEqn, *, is_located: bool = True) -> Iterator[None]:
+    """Restores what an equation was traced under: names, line, mesh and settings.
 
-    An equation that no user wrote, such as one in a derivative rule of JAX, stays an
-    equation of the line that called for it. `is_named` is False where the names are
-    around the equation already.
+    Without names and line, if not `is_located`.
     """
-    source, names = equation.source_info, source_info_util.current_name_stack()
-    if is_named:
-        names = names + source.name_stack
+    names, traceback = source_info_util.current_name_stack(), _nowhere()
+    if is_located:
+        names = names + equation.source_info.name_stack
+        traceback = _traceback_of(equation)
     is_marked = METADATA in (equation.ctx.xla_metadata or ())
     unmarked = set_xla_metadata(**{METADATA: None}) if is_marked else _UNCHANGED
     with (
-        source_info_util.user_context(_traceback_of(equation), name_stack=names),
+        source_info_util.user_context(traceback, name_stack=names),
         equation.ctx.manager,
         unmarked,
     ):
@@ -145,16 +147,38 @@ def user_line(equation: core.JaxprEqn) -> str | None:
 
 def where_called() -> str:
     """Line and function of the innermost running frame that is not theirs either."""
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in walk_stack(None):
         if not _is_library(frame.f_code.co_filename):
             file = _name_of(frame.f_code.co_filename)
             return f"{file}:{line} ({frame.f_code.co_qualname})"
     return ""
 
 
+@contextlib.contextmanager
+def keep_lines(*, is_kept: bool = True) -> Iterator[None]:
+    """Gives equations of libraries, inside the `with` block, the line around them.
+
+    So an operation of a derivative rule has the line that called the function. Not so
+    in programs that JAX keeps for several calls.
+    """
+    token = _ARE_LINES_KEPT.set(is_kept)
+    try:
+        yield
+    finally:
+        _ARE_LINES_KEPT.reset(token)
+
+
 def _traceback_of(equation: core.JaxprEqn) -> Any:
-    """The traceback of an equation that a user wrote, or None for the current one."""
-    return equation.source_info.traceback if user_line(equation) else None
+    """The traceback that an equation is to have; None for that around it."""
+    is_kept = _ARE_LINES_KEPT.get() and user_line(equation) is None
+    return None if is_kept else equation.source_info.traceback
+
+
+@functools.cache
+def _nowhere() -> Any:
+    """A traceback that holds no line of a user, because another thread made it."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(source_info_util.current).result().traceback
 
 
 def _name_of(file: str) -> str:

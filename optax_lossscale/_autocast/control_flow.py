@@ -31,7 +31,7 @@ from optax_lossscale._autocast.values import (
     recomputed,
     values_like,
 )
-from optax_lossscale._jaxprs import context_of, evaluate, scan_sizes
+from optax_lossscale._jaxprs import context_of, evaluate, keep_lines, scan_sizes
 
 _Traced = tuple[core.ClosedJaxpr, list[Value]]
 
@@ -148,7 +148,8 @@ def _traced(
 ) -> core.ClosedJaxpr:
     """The program of a function of values, traced with operands like these."""
     arrays = [operand.array for operand in operands]
-    return jax.make_jaxpr(lambda *xs: apply(values_like(operands, xs)))(*arrays)
+    with keep_lines(is_kept=False):
+        return jax.make_jaxpr(lambda *xs: apply(values_like(operands, xs)))(*arrays)
 
 
 def _without_arrays(values: Sequence[Value]) -> list[Value]:

@@ -24,7 +24,7 @@ from optax_lossscale._autocast.values import (
     cast,
     values_like,
 )
-from optax_lossscale._jaxprs import context_of, equations_of, evaluate
+from optax_lossscale._jaxprs import context_of, equations_of, evaluate, keep_lines
 from optax_lossscale._tree import is_floating
 
 
@@ -59,7 +59,8 @@ def custom_jvp(call: Call) -> list[Value]:
         tangent_sources = [sources[i] for i in places]
         inputs = as_computed(primals, sources)
         inputs += as_computed(tangent_arrays, tangent_sources, is_tangent=True)
-        values = run(traced, inputs, policy, rounded, rule="forward")
+        with keep_lines():
+            values = run(traced, inputs, policy, rounded, rule="forward")
         wanted = [*dtypes, *(dtypes[i] for i in floats)]
         outputs = [cast(x.array, d) for x, d in zip(values, wanted, strict=True)]
         results, given = outputs[: len(dtypes)], iter(outputs[len(dtypes) :])
@@ -124,13 +125,15 @@ def custom_vjp(call: Call) -> list[Value]:
             inputs = as_computed([*residuals, *cotangents])
             grads: list[Any] = [None] * len(variables)
             wide = [sources[i] in OF_PARAMETERS for i in places]
-            values = run(traced, inputs, policy, wide=wide, rule="backward")
+            with keep_lines():
+                values = run(traced, inputs, policy, wide=wide, rule="backward")
             for i, value in zip(places, values, strict=True):
                 grads[i] = cast(value.array, in_dtypes[i])
             return grads
 
         inputs = as_computed(arrays, sources)
-        values = run(traced, inputs, policy, rule="forward")
+        with keep_lines():
+            values = run(traced, inputs, policy, rule="forward")
         outputs = [value.array for value in values]
         results = zip(outputs[: len(dtypes)], dtypes, strict=True)
         # JAX may run this rule again, for other perturbed operands, before it runs the
@@ -173,8 +176,8 @@ def _function_of(
         inputs = list(arrays)
         for i, array in zip(places, some, strict=True):
             inputs[i] = array
-        # The rule of the rebuilt operation runs under these names already.
-        return list(evaluate(equation, inputs, is_named=False))
+        # What the rule traces is evaluated under the names and the line of its call.
+        return list(evaluate(equation, inputs, is_located=False))
 
     return function
 

@@ -71,7 +71,7 @@ class _Traced:
             frame.tape.starts.append(frame.tape.clock)
 
     def inputs(self, pairs: Sequence[Pair], first: int = 0) -> list[Value]:
-        """The values of operands inside, of which these are the ones from `first` on."""
+        """The values of those operands, from the `first` on, that are passed in."""
         return of_pairs(pairs, self.are_scaled[first : first + len(pairs)])
 
     def carried(self, pairs: Sequence[Pair]) -> list[Value]:
@@ -212,7 +212,8 @@ def shard_map(frame: Frame) -> list[Value]:
     traced = _Traced(frame)
 
     def over_devices(number: jax.Array) -> jax.Array:
-        return lax.pmax(vary_over(number, tuple(manual)), tuple(manual))
+        largest: jax.Array = lax.pmax(vary_over(number, tuple(manual)), tuple(manual))
+        return largest
 
     def body(pairs: list[Pair]) -> tuple[list[Pair], Any, Any]:
         inputs = traced.inputs(pairs)
