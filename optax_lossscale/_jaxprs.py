@@ -130,7 +130,7 @@ def where_written(equation: core.JaxprEqn) -> str | None:
     for code, place in frames_of(equation):
         if not _is_library(code.co_filename):
             line, column, *_ = source.code_addr2location(code, place)
-            file = _name_of(code.co_filename)
+            file = file_name(code.co_filename)
             return f"{file}:{line}:{column} ({code.co_qualname})"
     return None
 
@@ -141,7 +141,7 @@ def user_line(equation: core.JaxprEqn) -> str | None:
     for code, place in frames_of(equation):
         if not _is_installed(code.co_filename):
             line, *_ = source.code_addr2location(code, place)
-            return f"{_name_of(code.co_filename)}:{line} ({code.co_qualname})"
+            return f"{file_name(code.co_filename)}:{line} ({code.co_qualname})"
     return None
 
 
@@ -149,7 +149,7 @@ def where_called() -> str:
     """Line and function of the innermost running frame that is not theirs either."""
     for frame, line in walk_stack(None):
         if not _is_library(frame.f_code.co_filename):
-            file = _name_of(frame.f_code.co_filename)
+            file = file_name(frame.f_code.co_filename)
             return f"{file}:{line} ({frame.f_code.co_qualname})"
     return ""
 
@@ -181,7 +181,7 @@ def _nowhere() -> Any:
         return pool.submit(source_info_util.current).result().traceback
 
 
-def _name_of(file: str) -> str:
+def file_name(file: str) -> str:
     """The name of a file; Jupyter writes each cell into a file of its own."""
     folder, name = os.path.split(file)
     return "cell" if "ipykernel" in os.path.basename(folder) else name

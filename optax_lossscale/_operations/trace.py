@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from optax_lossscale._autocast.notes import watch_for_calls
 from optax_lossscale._autocast.transform import Again, autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
-from optax_lossscale._jaxprs import trace_anew
+from optax_lossscale._jaxprs import file_name, trace_anew
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.operation import (
     Badness,
@@ -280,6 +279,6 @@ def _where_defined(fun: Any) -> str:
     for function in (fun, getattr(type(fun), "__call__", None)):  # noqa: B004
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code is not None:
-            file = os.path.basename(code.co_filename)
-            return f"{file}:{code.co_firstlineno} ({code.co_qualname})"
+            file, line = file_name(code.co_filename), code.co_firstlineno
+            return f"{file}:{line} ({code.co_qualname})"
     return type(fun).__name__
