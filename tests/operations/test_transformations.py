@@ -419,6 +419,20 @@ def test_no_operation_stands_twice_under_checkpoint_in_a_scan():
     assert not select(operations, "tanh", is_backward=True)
 
 
+def test_scopes_around_a_checkpoint_in_a_scan_are_named_once():
+    def fun(ws, x):
+        def body(x, w):
+            with jax.named_scope("body"):
+                return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None
+
+        return jnp.mean(lax.scan(body, x, ws)[0])
+
+    operations = trace_operations(fun, np.stack([W, W]), X)
+    products = [x for x in operations if x.primitive == "dot_general"]
+    assert {x.is_backward for x in products} == {False, True}
+    assert {x.scope for x in products} == {"body"}
+
+
 def test_a_fault_under_checkpoint_is_in_the_forward_pass():
     @jax.checkpoint
     def block(x):
