@@ -662,6 +662,7 @@ class Dropped(linen.Module):
         return linen.Dropout(0.5, deterministic=False)(x)
 
 
+@pytest.mark.slow
 def test_linen_modules_take_dropout_keys_and_return_batch_statistics():
     model = Dropped()
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
