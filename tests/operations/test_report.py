@@ -16,7 +16,10 @@ from optax_lossscale.diagnostics import (
     trace_operations,
 )
 
-TITLES = "operation pass dtype largest nonfinite underflow error headroom where scope".split()
+TITLES = [
+    *("operation", "pass", "dtype", "largest", "nonfinite", "underflow", "error"),
+    *("headroom", "where", "scope"),
+]
 
 
 def operation(**changes):
@@ -158,7 +161,7 @@ def test_no_more_lines_are_printed_than_the_limit(capsys, limit):
 
 
 def test_a_limit_below_1_is_refused():
-    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"`limit` must be at least 1.*got 0"):
         print_operation_report([operation()], limit=0)
 
 

@@ -268,14 +268,18 @@ def error_of_results(fun, **settings):
 
 
 def test_a_function_without_a_loss_is_judged_by_its_results():
+    """The second product has operands of 1e-7, where float16 has steps of 6e-8."""
+
     def forward(w, x):
-        y = x @ w
-        with jax.named_scope("shift"):
-            return {"y": y, "z": (y + 1000) - 1000}
+        with jax.named_scope("exact"):
+            x = x @ w
+        with jax.named_scope("rounded"):
+            return {"y": x @ (1e-7 * w)}
 
     assert error_of_results(forward) > TOLERANCE
     operations = trace_operations(forward, KERNELS[0], X)
     names = suggest_full_precision(operations, TOLERANCE)
+    assert names == ["rounded/"]
     assert error_of_results(forward, high=names) <= TOLERANCE
 
 

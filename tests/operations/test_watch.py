@@ -1,5 +1,7 @@
 """The numbers of each layer, from inside a compiled step."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,19 +36,32 @@ def loss_fn(weights, x):
 WEIGHTS = [W, 2 * W]
 
 
+@functools.cache
+def watched_step():
+    """One compiled step, without and with the numbers that several tests look at."""
+
+    def fun(weights, x, loss_scale):
+        def scaled(weights):
+            return loss_scale * loss_fn(weights, x)
+
+        return jax.value_and_grad(scaled)(weights)
+
+    return jax.jit(fun), jax.jit(watch(fun))
+
+
 def test_results_keep_their_bits():
-    fun = jax.value_and_grad(loss_fn)
-    expected = jax.jit(fun)(WEIGHTS, X)
-    results, _ = jax.jit(watch(fun))(WEIGHTS, X)
-    assert_same_bits(results, expected)
+    plain, watched = watched_step()
+    results, _ = watched(WEIGHTS, X, 2.0**8)
+    assert_same_bits(results, plain(WEIGHTS, X, 2.0**8))
 
 
-def test_results_keep_their_bits_outside_jit():
+@pytest.mark.slow
+def test_outside_jit_the_scopes_and_results_are_the_same():
     fun = jax.value_and_grad(loss_fn)
-    results, layers = watch(fun)(WEIGHTS, X)
-    compiled, compiled_layers = jax.jit(watch(fun))(WEIGHTS, X)
-    np.testing.assert_allclose(results[0], compiled[0], rtol=1e-3)
-    assert layers.keys() == compiled_layers.keys()
+    (loss, _), layers = watch(fun)(WEIGHTS, X)
+    (expected, _), expected_layers = watched_step()[1](WEIGHTS, X, 1.0)
+    np.testing.assert_allclose(loss, expected, rtol=1e-3)
+    assert layers.keys() == expected_layers.keys()
 
 
 def test_results_of_other_kinds_are_returned_as_they_are():
@@ -62,7 +77,7 @@ def test_results_of_other_kinds_are_returned_as_they_are():
 
 
 def test_the_numbers_are_scalars_of_float32_for_each_scope():
-    _, layers = jax.jit(watch(jax.value_and_grad(loss_fn)))(WEIGHTS, X)
+    _, layers = watched_step()[1](WEIGHTS, X, 1.0)
     assert set(layers) == {"", "layer0", "layer1"}
     for layer in layers.values():
         assert set(layer) == NAMES
@@ -104,11 +119,7 @@ def test_entries_that_are_nonfinite_or_flushed_are_counted_by_scope():
 
 
 def test_the_backward_pass_is_multiplied_by_the_loss_scale():
-    def run(loss_scale):
-        fun = jax.grad(lambda weights, x: loss_scale * loss_fn(weights, x))
-        return jax.jit(watch(fun))(WEIGHTS, X)[1]
-
-    one, other = run(1.0), run(2.0**8)
+    one, other = (watched_step()[1](WEIGHTS, X, scale)[1] for scale in (1.0, 256.0))
     for scope in ("layer0", "layer1"):
         assert other[scope]["largest"] == one[scope]["largest"]
         assert other[scope]["grad_largest"] > 0
@@ -131,6 +142,7 @@ def test_a_loop_counts_with_its_worst_iteration():
         assert layers["body"]["largest"] == jnp.inf
 
 
+@pytest.mark.slow
 def test_watching_takes_branches_loops_and_checkpoints_under_jit():
     def fun(w, x, flag):
         def body(x, _):
@@ -144,7 +156,20 @@ def test_watching_takes_branches_loops_and_checkpoints_under_jit():
     expected = jax.jit(fun)(W, X, True)
     results, layers = jax.jit(watch(fun))(W, X, True)
     assert_same_bits(results, expected)
+    assert set(layers) == {"", "body"}
     assert layers["body"]["grad_largest"] > 0
+
+
+def test_what_a_checkpoint_computes_again_belongs_to_the_forward_pass():
+    """tanh(1) is 0.76, and its gradient 0.42 times a twelfth."""
+
+    def fun(x):
+        with jax.named_scope("layer"):
+            return jnp.mean(jax.checkpoint(jnp.tanh)(x))
+
+    _, layers = jax.jit(watch(jax.value_and_grad(fun)))(jnp.ones((3, 4)))
+    assert layers["layer"]["largest"] >= 0.76
+    assert layers["layer"]["grad_largest"] < 0.1
 
 
 class LinenNet(linen.Module):
@@ -199,20 +224,20 @@ def test_modules_of_linen_are_named():
 def test_modules_of_nnx_are_named():
     with jax.numpy_rank_promotion("allow"):
         fun = nnx.grad(ols.autocast(lambda model, x: jnp.mean(model(x))))
-        _, layers = watch(fun)(NnxNet(), X)
-    assert_scopes(layers, ["NnxNet/layers/0", "NnxNet/layers/1"])
-
-
-def test_modules_of_nnx_are_named_under_jit():
-    with jax.numpy_rank_promotion("allow"):
-        fun = nnx.grad(ols.autocast(lambda model, x: jnp.mean(model(x))))
         _, layers = nnx.jit(lambda model, x: watch(fun)(model, x))(NnxNet(), X)
     assert_scopes(layers, ["NnxNet/layers/0", "NnxNet/layers/1"])
 
 
 def test_modules_of_equinox_are_named():
     fun = eqx.filter_grad(ols.autocast(lambda model, x: jnp.mean(jax.vmap(model)(x))))
-    _, layers = eqx.filter_jit(watch(fun))(EquinoxNet(), X)
+
+    @eqx.filter_jit
+    def step(model, x):
+        return watch(fun)(model, x)
+
+    _, layers = step(EquinoxNet(), X)
+    # `filter_grad` returns an Equinox module, too, which is no layer.
+    assert not any("Wrapper" in name for name in layers)
     assert_scopes(layers, ["EquinoxNet/layers/0", "EquinoxNet/layers/1"])
 
 
