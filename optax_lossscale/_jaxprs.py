@@ -1,6 +1,5 @@
 """Read programs that JAX has traced, and evaluate their equations one by one."""
 
-import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -59,9 +58,10 @@ def bind(
 def context_of(equation: core.JaxprEqn, *, is_located: bool = True) -> Iterator[None]:
     """Restores what an equation was traced under: names, line, mesh and settings.
 
-    Without names and line, if not `is_located`.
+    If not `is_located`, without names, and each operation has its own line.
     """
-    names, traceback = source_info_util.current_name_stack(), _nowhere()
+    traceback: Any
+    names, traceback = source_info_util.current_name_stack(), _NoTraceback()
     if is_located:
         names = names + equation.source_info.name_stack
         traceback = _traceback_of(equation)
@@ -174,11 +174,14 @@ def _traceback_of(equation: core.JaxprEqn) -> Any:
     return None if is_kept else equation.source_info.traceback
 
 
-@functools.cache
-def _nowhere() -> Any:
-    """A traceback that holds no line of a user, because another thread made it."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(source_info_util.current).result().traceback
+class _NoTraceback:
+    """In place of a traceback, this makes JAX take a new one for each operation."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        """Nothing for the errors that JAX raises inside."""
 
 
 def file_name(file: str) -> str:

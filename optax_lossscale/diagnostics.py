@@ -1,7 +1,12 @@
-"""Measures overflow, underflow and headroom in the floating leaves of any pytree.
+"""Finds overflow and underflow: in every operation of a program, and in any pytree.
 
-Every function except `print_nonfinite_report` also runs under `jit`. Floating leaves
-may have any shape, and other leaves are ignored. The real and the imaginary part of a
+`trace_operations` runs a function and its gradient operation by operation, and
+`first_nonfinite`, `print_operation_report` and `suggest_full_precision` say what its
+numbers mean. `watch` gives a few numbers for each layer, from inside a jitted step.
+
+The other functions look at the floating leaves of a pytree. All of them but
+`print_nonfinite_report` also run under `jit`. Floating leaves may have any shape, and
+other leaves are ignored. The real and the imaginary part of a
 complex number count as two entries, except in `nonfinite_report`. Exponents are read
 from the bits, so they are exact for subnormal numbers too.
 

@@ -92,7 +92,7 @@ def _modules_in(trees: Sequence[PyTree]) -> Iterator[Any]:
         if id(node) in seen:
             continue
         seen.add(id(node))
-        if _is_module(node):
+        if _is_module(node) and not _is_wrapper(node):
             yield node
         nodes += [child for _, child in _children_of(node)]
 
@@ -117,10 +117,18 @@ def _children_of(node: Any) -> list[tuple[str, Any]]:
         return [(str(key), value) for key, value in node.items()]
     if isinstance(node, list | tuple):
         return [(str(i), value) for i, value in enumerate(node)]
+    if isinstance(node, functools.partial):
+        return [("", node.func), ("", node.args), ("", node.keywords)]
     if not _is_module(node):
         return []
     attributes = vars(node).items()
     return [(name, value) for name, value in attributes if not name.startswith("_")]
+
+
+def _is_wrapper(module: Any) -> bool:
+    """Whether a module is what a transformation of Equinox returned."""
+    names = type(module).__module__.split(".")
+    return names[0] == "equinox" and names[1:2] != ["nn"]
 
 
 def _is_module(node: Any) -> bool:

@@ -121,9 +121,11 @@ class Policy(NamedTuple):
                     for size in range(1, len(path) + 1)
                 }
                 name = "/".join(scope) + "/"
+                outermost = sorted({name.split("/")[0] + "/" for name in names})
                 raise ValueError(
                     f"`high` must hold scopes of the function, got {name!r}, in which "
-                    f"it has no operation.{_did_you_mean(name, names)}"
+                    f"it has no operation.{_did_you_mean(name, names)} Its outermost "
+                    f"scopes are {', '.join(outermost) or 'none'}."
                 )
 
     def inside(self, equation: Any) -> "Policy":
@@ -200,9 +202,11 @@ def _check_names(
     known = (known | LISTED) - nested
     for name in names:
         if name not in known:
+            hint = _did_you_mean(name, known)
+            if setting == "high" and "/" in str(name):
+                hint = f" (Did you mean the scope '{name}/'?)"
             raise ValueError(
-                f"`{setting}` must hold names of JAX primitives, got {name!r}."
-                f"{_did_you_mean(name, known)}"
+                f"`{setting}` must hold names of JAX primitives, got {name!r}.{hint}"
             )
     return frozenset(names)
 

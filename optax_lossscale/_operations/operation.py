@@ -79,7 +79,8 @@ class Badness(NamedTuple):
       nonfinite: The share of their entries that are finite in float32 only.
       nonfinite_operations: If there are some, the number of operations whose results
         are finite in float32 only, which is lower if these begin later.
-      error: The relative error of the other entries.
+      error: The relative error of the other entries; NaN if an entry is not finite in
+        float32 either.
     """
 
     nonfinite: float

@@ -9,13 +9,13 @@ from typing import TextIO
 
 import jax.numpy as jnp
 
-from optax_lossscale._checks import check_count
 from optax_lossscale._operations.operation import Operation, first_nonfinite
 
 _TITLES = (
     *("operation", "pass", "dtype", "largest", "nonfinite", "underflow", "error"),
     *("headroom", "where", "scope"),
 )
+_FEW = 4  # Roundings, each of half a unit in the last place, that may add up.
 _AS_NUMBERS = _TITLES[3:8]
 
 
@@ -27,7 +27,8 @@ def print_operation_report(
     A line for each operation, worst first: those that made NaN or infinity out of
     finite operands, in order of execution, and then those that flushed the largest
     share of their entries to zero, or added the largest error. Operations that only
-    pass on what they received are left out.
+    pass on what they received, or add no more error than a few roundings do, are left
+    out.
 
     The columns are attributes of `Operation`: `largest` is the largest magnitude,
     `nonfinite` counts the NaN and infinite entries, `underflow` is the share of entries
@@ -55,13 +56,18 @@ def print_operation_report(
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
       dot_general  forward  float16      inf          2       0.0%    inf      -1.5 ...
     """
-    limit = check_count("limit", limit)
-    lines = [*_summary(operations), ""]
-    rows = [_TITLES, *map(_cells, _worst(operations)[:limit])]
-    if len(rows) > 1:
+    if limit < 1:
+        raise ValueError(f"`limit` must be at least 1, got {limit}.")
+    worst, lines = _worst(operations), _summary(operations)
+    if worst:
+        rows = [_TITLES, *map(_cells, worst[:limit])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [_line(row, widths) for row in rows]
-    print("\n".join(lines).rstrip(), file=sys.stdout if file is None else file)
+        lines += ["", *(_line(row, widths) for row in rows)]
+    else:
+        lines.append("No operation loses more than a few roundings do.")
+    if len(worst) > limit:
+        lines.append(f"... and {len(worst) - limit} more")
+    print("\n".join(lines), file=sys.stdout if file is None else file)
 
 
 def _summary(operations: Sequence[Operation]) -> list[str]:
@@ -90,9 +96,9 @@ def describe(operation: Operation) -> str:
     entries = f"{operation.made_nonfinite} of {size} entries"
     if operation.iteration is not None:
         entries += f", first in iteration {operation.iteration} of its loop"
-    what = (
-        f"{operation.primitive} at {operation.where}{scope}, {which} pass: {entries}."
-    )
+    is_cast = operation.primitive == "convert_element_type"
+    name = "convert_element_type (a cast)" if is_cast else operation.primitive
+    what = f"{name} at {operation.where}{scope}, {which} pass: {entries}."
     return f"{what} {_reason(operation)}"
 
 
@@ -120,7 +126,9 @@ def _reason(operation: Operation) -> str:
 def _worst(operations: Sequence[Operation]) -> list[Operation]:
     """The operations that make nonfinite numbers or lose some, worst first."""
     made = [x for x in operations if x.made_nonfinite]
-    others = [x for x in operations if not x.nonfinite and _loss_of(x) > 0]
+    units = [float(jnp.finfo(x.dtype).eps) for x in operations]
+    few = _FEW * max(units, default=0.0)
+    others = [x for x in operations if not x.nonfinite and _loss_of(x) > few]
     return made + sorted(others, key=_loss_of, reverse=True)
 
 

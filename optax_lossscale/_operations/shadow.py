@@ -191,7 +191,10 @@ def _record(frame: Frame, result: Any, is_scaled: bool) -> Record:
 
 def _is_transposed(frame: Frame) -> bool:
     """Whether an operation belongs to a backward pass."""
-    return frame.context.is_transposed or "transpose" in scopes_of(frame.equation)
+    scopes = scopes_of(frame.equation)
+    if "rematted_computation" in scopes:  # `jax.checkpoint` repeats it there.
+        return False
+    return frame.context.is_transposed or "transpose" in scopes
 
 
 def _name_of(equation: core.JaxprEqn) -> str:
@@ -228,11 +231,21 @@ def _in_float32(
             references, _ = split(references, equation.params["copied"])
             equation = product_of(equation.params["jaxpr"])
         params = {key: _wide_param(x) for key, x in equation.params.items()}
-        if not equation.effects:
+        if not _has_side_effect(equation):
             outputs = list(evaluate(equation, references, params))
             if all(map(_is_reference, outputs, arrays)):
                 return outputs
     return list(map(widened, arrays))
+
+
+def _has_side_effect(equation: core.JaxprEqn) -> bool:
+    """Whether an operation does more than to compute, such as to print.
+
+    JAX also counts as an effect that a collective reads the name of an axis.
+    """
+    return any(
+        type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects
+    )
 
 
 def _is_reference(output: Any, array: Any) -> bool:

@@ -116,7 +116,7 @@ def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
     # In units of the largest entry, so that no square overflows.
     top = jnp.max(jnp.where(is_finite, jnp.abs(r), 0), initial=0)
     unit = jnp.where(top > 0, top, 1)
-    difference = jnp.where(is_finite, x / unit - r / unit, 0)
+    difference = jnp.where(is_finite, (x - r) / unit, 0)
     difference = jnp.where(is_bad ^ is_bad_reference, jnp.inf, difference)
     is_nonzero = r != 0
     columns = _Comparison(

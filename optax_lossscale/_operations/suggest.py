@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from optax_lossscale._autocast.policy import LISTED, LOW, MOVES
-from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import (
     Badness,
     Operation,
@@ -59,8 +59,8 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
 
     Raises:
       TypeError: If `operations` is a part of what `trace_operations` returned.
-      ValueError: If `tolerance` is not positive, or if not even float32 everywhere
-        reaches it. So it is where the function casts to float16 itself, as a module
+      ValueError: If `tolerance` is not positive, if the gradients are not finite in
+        float32 either, or if not even float32 everywhere reaches the tolerance. So it is where the function casts to float16 itself, as a module
         with `dtype=jnp.float16` or one that is under `autocast` already does.
 
     Example:
@@ -82,8 +82,15 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
             "`operations` must be what `trace_operations` returned, got "
             f"{type(operations).__name__}. (It holds the function, to run it again.)"
         )
-    limit = Badness(0.0, 0, check_number("tolerance", tolerance, 0.0))
-    if operations.badness(()) <= limit:
+    if not tolerance > 0:
+        raise ValueError(f"`tolerance` must be positive, got {tolerance}.")
+    limit, now = Badness(0.0, 0, float(tolerance)), operations.badness(())
+    if math.isnan(now.error):
+        raise ValueError(
+            "`operations` must have gradients that are finite in float32, got NaN or "
+            "infinity. (Mend the operation that `first_nonfinite` returns.)"
+        )
+    if now <= limit:
         return []
     candidates = _candidates(operations)
     products = frozenset.union(*(x.products for x in candidates), frozenset())
@@ -134,7 +141,11 @@ def _candidates(operations: Sequence[Operation]) -> list[_Candidate]:
     names: dict[str, set[int]] = {}
     for place, operation in enumerate(operations):
         if operation.primitive in LISTED - MOVES and not operation.is_backward:
-            names.setdefault(operation.primitive, set()).add(place)
+            # Its result may be in float32, and rounded by a cast that follows.
+            next_one = operations[min(place + 1, len(operations) - 1)]
+            is_rounded = next_one.where == operation.where and place + 1 in low
+            places = {place, place + 1} if is_rounded else {place}
+            names.setdefault(operation.primitive, set()).update(places)
         parts = operation.scope.split("/") if operation.scope else []
         for size in range(1, len(parts) + 1):
             names.setdefault("/".join(parts[:size]) + "/", set()).add(place)

@@ -132,15 +132,18 @@ def trace_operations(
     if modules_of(function := as_partial(fun)):  # As an argument, they may change.
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
-    if _calls_autocast(fun, args):
+    calls_autocast, has_loss = _look_at(fun, args)
+    if calls_autocast:
         with_high = _again(fun)
     else:
         low = functools.partial(autocast, fun, dtype, level=level)
         with_high = lambda high: low(high=high)  # noqa: E731
 
     def program_with(high: Sequence[str]) -> _Program:
+        cast_fun = with_high(high)
+        grad_fun = _with_gradients(cast_fun, argnums) if has_loss else None
         with named_calls(fun, args):
-            return _trace(with_high(high), args, argnums)
+            return _trace_call(grad_fun or _forward(cast_fun), args)
 
     def badness(high: Sequence[str]) -> Badness:
         program = program_with(high)
@@ -163,10 +166,11 @@ def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
         array, reference = (
             np.asarray(x).astype(np.complex128) for x in (value.array, value.reference)
         )
-        is_bad = ~np.isfinite(array) & np.isfinite(reference)
-        is_compared = np.isfinite(array) & np.isfinite(reference)
-        bad, size = bad + float(is_bad.sum()), size + float(array.size)
-        array, reference = array[is_compared], reference[is_compared]
+        is_finite = np.isfinite(array)
+        if not np.isfinite(reference).all():
+            return Badness(0.0, 0, math.nan)
+        bad, size = bad + float(np.sum(~is_finite)), size + float(array.size)
+        array, reference = array[is_finite], reference[is_finite]
         difference += float(np.sum(np.abs(array - reference) ** 2))
         norm += float(np.sum(np.abs(reference) ** 2))
     error = math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
@@ -175,11 +179,18 @@ def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
     return Badness(bad / max(size, 1.0), diverged if bad else 0, error)
 
 
-def _calls_autocast(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function is under `autocast`, or calls a function that is."""
+def _look_at(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, bool]:
+    """Whether a function calls `autocast`, and whether it returns a loss."""
+    losses = []
+
+    def look(_: Any, *args: Any) -> tuple[PyTree, None]:
+        results = fun(*args)
+        losses.append(_loss_of(results) is not None)
+        return results, None
+
     with watch_for_calls() as calls, trace_anew():
-        _trace_call(lambda _, *args: (fun(*args), None), args)
-    return bool(calls)
+        _trace_call(look, args)
+    return bool(calls), losses[-1]
 
 
 def _again(
@@ -205,39 +216,38 @@ def _run(
     return tape, results
 
 
-def _trace(
-    fun: Callable[..., Any], args: tuple[Any, ...], argnums: int | Sequence[int]
-) -> _Program:
-    """Traces a function and its gradient, or the function alone if it has no loss."""
-    try:
-        return _trace_call(_with_gradient(fun, argnums), args)
-    except _NoLossError:
-        return _trace_call(lambda scale, *args: (fun(*args), None), args)
+def _forward(fun: Callable[..., Any]) -> Callable[..., tuple[PyTree, None]]:
+    """The function that returns the results of `fun`, and no gradients."""
+    return lambda scale, *args: (fun(*args), None)
 
 
-class _NoLossError(Exception):
-    """A function returns no scalar to differentiate."""
-
-
-def _with_gradient(
+def _with_gradients(
     fun: Callable[..., Any], argnums: int | Sequence[int]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The function that returns the results of `fun`, and the scaled gradients."""
+    """The function that returns the results of `fun`, and its scaled gradients."""
 
-    def loss_and_rest(*args: Any) -> tuple[Any, PyTree]:
+    def loss_and_results(*args: Any) -> tuple[Any, PyTree]:
         results = fun(*args)
-        loss = results[0] if isinstance(results, tuple | list) and results else results
-        if not is_floating(loss) or jnp.ndim(loss) > 0:
-            raise _NoLossError
-        return loss, results
+        return _loss_of(results), results
 
     def value_and_grad(scale: jax.Array, *args: Any) -> tuple[PyTree, PyTree]:
         state = static_loss_scale(1.0).init()._replace(loss_scale=scale)
-        transformed = scaled_value_and_grad(loss_and_rest, state, argnums, has_aux=True)
+        transformed = scaled_value_and_grad(
+            loss_and_results, state, argnums, has_aux=True
+        )
         (_, results), grads = transformed(*args)
         return results, grads
 
     return value_and_grad
+
+
+def _loss_of(results: PyTree) -> Any:
+    """The scalar that can be differentiated in the results of a function, or None."""
+    is_several = isinstance(results, tuple | list) and len(results) > 0
+    loss = results[0] if is_several else results
+    is_number = isinstance(loss, float | jax.Array | np.ndarray | np.generic)
+    is_scalar = is_number and is_floating(loss) and jnp.ndim(loss) == 0
+    return loss if is_scalar else None
 
 
 def _trace_call(

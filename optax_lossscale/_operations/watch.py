@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from optax_lossscale._autocast.arguments import partition
-from optax_lossscale._autocast.modules import call_with_states
+from optax_lossscale._autocast.modules import as_partial, call_with_states
 from optax_lossscale._autocast.named_calls import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.shadow import run
@@ -87,7 +87,7 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
             return results.func([value.array for value in values])
 
         with named_calls(fun, (args, kwargs)):
-            if modules_of((args, kwargs)):
+            if modules_of((as_partial(fun), args, kwargs)):
                 results = call_with_states(call, fun, args, kwargs, is_update=True)
             else:
                 results = call(fun, args, kwargs)

@@ -98,10 +98,11 @@ def plot_operations(
 
 def _mark_nonfinite(ax: Axes, operations: Sequence[Operation], size: float) -> None:
     """Marks the operations whose results are not finite, and names the first."""
-    top = ax.get_ylim()[1]
+    low, top = ax.get_ylim()
+    inside = 2 * low, top / 4
 
     def mark(places: list[int], marker: str, size: float, label: str) -> None:
-        heights = [min(operations[i].float32_largest, top / 4) for i in places]
+        heights = np.clip([operations[i].float32_largest for i in places], *inside)
         if places:
             ax.scatter(places, heights, size, color=RED, marker=marker, label=label)
 
@@ -116,7 +117,7 @@ def _mark_nonfinite(ax: Axes, operations: Sequence[Operation], size: float) -> N
         is_right = place > len(operations) / 2
         ax.annotate(
             f"{first.primitive}, {first.where}",
-            (place, min(first.float32_largest, top / 4)),
+            (place, np.clip(first.float32_largest, *inside)),
             xytext=(-8 if is_right else 8, 8),
             textcoords="offset points",
             ha="right" if is_right else "left",
