@@ -89,7 +89,11 @@ def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
     for size in range(len(stack) // 2, 0, -1):
         while stack[-size:] == stack[-2 * size : -size] and not _is_scope(stack[-size]):
             del stack[-size:]
-    path = "/".join(element.name for element in stack if _is_scope(element))
+    scopes = [element.name for element in stack if _is_scope(element)]
+    half = len(scopes) // 2
+    if scopes[:half] == scopes[half:]:
+        del scopes[half:]  # JAX writes them twice in the backward pass of a loop.
+    path = "/".join(scopes)
     names = path.split("/") if path else []
     return tuple(name for name in names if not name.startswith(_NOT_SHOWN))
 

@@ -22,7 +22,9 @@ class Operation(NamedTuple):
 
     Attributes:
       primitive: Name of the JAX primitive, such as `"dot_general"`.
-      where: Line and function that asked for it, as `"model.py:12 (Net.__call__)"`.
+      where: Line and function that asked for it, as `"model.py:12 (Net.__call__)"`: the
+        innermost that is not in an installed library. For the backward rule of a
+        `jax.custom_vjp`, as in JAX itself, it is the line that called the function.
       scope: Path of the module or `jax.named_scope`, such as `"Net/Dense_0"`; empty if
         there is none.
       is_backward: Whether only gradients depend on its result.

@@ -9,6 +9,7 @@ from typing import TextIO
 
 import jax.numpy as jnp
 
+from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import Operation, first_nonfinite
 
 _TITLES = (
@@ -56,8 +57,7 @@ def print_operation_report(
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
       dot_general  forward  float16      inf          2       0.0%    inf      -1.5 ...
     """
-    if limit < 1:
-        raise ValueError(f"`limit` must be at least 1, got {limit}.")
+    limit = int(check_number("limit", limit, 1))
     worst, lines = _worst(operations), _summary(operations)
     if worst:
         rows = [_TITLES, *map(_cells, worst[:limit])]

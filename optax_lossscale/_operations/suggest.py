@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from optax_lossscale._autocast.policy import LISTED, LOW, MOVES
+from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import (
     Badness,
     Operation,
@@ -60,8 +61,9 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
     Raises:
       TypeError: If `operations` is a part of what `trace_operations` returned.
       ValueError: If `tolerance` is not positive, if the gradients are not finite in
-        float32 either, or if not even float32 everywhere reaches the tolerance. So it is where the function casts to float16 itself, as a module
-        with `dtype=jnp.float16` or one that is under `autocast` already does.
+        float32 either, or if not even float32 everywhere reaches the tolerance. The
+        last is so where a function casts to float16 itself, as a module with
+        `dtype=jnp.float16` does, or calls another function that is under `autocast`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -82,9 +84,10 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
             "`operations` must be what `trace_operations` returned, got "
             f"{type(operations).__name__}. (It holds the function, to run it again.)"
         )
-    if not tolerance > 0:
+    limit = Badness(0.0, 0, check_number("tolerance", tolerance, 0.0))
+    if limit.error == 0.0:
         raise ValueError(f"`tolerance` must be positive, got {tolerance}.")
-    limit, now = Badness(0.0, 0, float(tolerance)), operations.badness(())
+    now = operations.badness(())
     if math.isnan(now.error):
         raise ValueError(
             "`operations` must have gradients that are finite in float32, got NaN or "
@@ -144,8 +147,8 @@ def _candidates(operations: Sequence[Operation]) -> list[_Candidate]:
             # Its result may be in float32, and rounded by a cast that follows.
             next_one = operations[min(place + 1, len(operations) - 1)]
             is_rounded = next_one.where == operation.where and place + 1 in low
-            places = {place, place + 1} if is_rounded else {place}
-            names.setdefault(operation.primitive, set()).update(places)
+            of_both = {place, place + 1} if is_rounded else {place}
+            names.setdefault(operation.primitive, set()).update(of_both)
         parts = operation.scope.split("/") if operation.scope else []
         for size in range(1, len(parts) + 1):
             names.setdefault("/".join(parts[:size]) + "/", set()).add(place)
