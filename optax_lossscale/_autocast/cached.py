@@ -17,7 +17,12 @@ from optax_lossscale._autocast.policy import LISTED
 from optax_lossscale._autocast.product_rules import register_rules
 from optax_lossscale._autocast.products import low_product
 from optax_lossscale._autocast.values import cast, is_float32
-from optax_lossscale._jaxprs import bind, context_of
+from optax_lossscale._jaxprs import (
+    INLINING_KEEPS_LINES,
+    bind,
+    context_of,
+    user_line,
+)
 
 _Operation = Callable[..., Sequence[Any]]
 register_rules()
@@ -60,13 +65,17 @@ def _evaluate(
     # Operations that are on no list may hold programs, functions or effects.
     if equation.primitive.name in LISTED:
         with contextlib.suppress(TypeError):  # A parameter cannot be hashed.
-            function = _jitted(make, equation.primitive, *settings)
+            line = user_line(equation) if INLINING_KEEPS_LINES else None
+            function = _jitted(line, make, equation.primitive, *settings)
     with context_of(equation):
         return (function or make(equation.primitive, *settings))(*inputs)
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(make: Callable[..., _Operation], *settings: Any) -> _Operation:
+def _jitted(
+    line: str | None, make: Callable[..., _Operation], *settings: Any
+) -> _Operation:
+    """One function for each line, where JAX keeps the line with the trace."""
     return jax.jit(make(*settings), inline=True)
 
 

@@ -21,6 +21,7 @@ from optax_lossscale._autocast.identity import (
     new_identity,
 )
 from optax_lossscale._autocast.policy import COMMUTES, LISTED, LOW, MOVES, POWERS
+from optax_lossscale._jaxprs import INLINING_KEEPS_LINES
 from optax_lossscale._tree import is_floating
 
 ADDS = ("add", "add_any")
@@ -228,9 +229,9 @@ def cast(array: Any, dtype: Any) -> Any:
     return array if same else _convert(array, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _convert(array: Any, dtype: Any) -> Any:
-    return lax.convert_element_type(array, dtype)
+_convert = lax.convert_element_type
+if not INLINING_KEEPS_LINES:  # Else a cast would have the line of the first one.
+    _convert = jax.jit(_convert, static_argnums=1, inline=True)
 
 
 def narrow(value: Value, dtype: Any) -> Any:
