@@ -24,8 +24,8 @@ _NOT_SHOWN = ("checkpoint", "rematted_computation", "optax_lossscale.")
 _ARE_LINES_KEPT = contextvars.ContextVar("are_lines_kept", default=False)
 _SERIALS = itertools.count()
 _UNCHANGED = contextlib.nullcontext()
-# Since then an operation of a jitted function with `inline=True` has, in a function that
-# is differentiated, the line for which it was traced first, not that of its call.
+# Since then, in a differentiated function, an operation of a jitted function with
+# `inline=True` has the line for which it was traced first, not that of its call.
 INLINING_KEEPS_LINES = jax.__version_info__ >= (0, 11)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep

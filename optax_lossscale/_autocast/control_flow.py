@@ -109,8 +109,7 @@ class Call(NamedTuple):
             (jax.typeof(x.array), x.origin, x.source, x.is_tangent)
             for x in self.operands
         )
-        flags = tuple(self.rounded), tuple(self.wide)
-        key = (self.policy, *flags, kinds, numbers.pattern)
+        key = (self.policy, *self.rounded, *self.wide, kinds, numbers.pattern)
         kept = _KEPT.setdefault(owner, {})
         if key not in kept:
             pairs = zip(self.operands, numbers.identities, strict=True)
@@ -147,9 +146,9 @@ def _traced(
     apply: Callable[[list[Value]], list[Any]], operands: Sequence[Value]
 ) -> core.ClosedJaxpr:
     """The program of a function of values, traced with operands like these."""
-    arrays = [operand.array for operand in operands]
+    trace = jax.make_jaxpr(lambda *arrays: apply(values_like(operands, arrays)))
     with keep_lines(is_kept=False):
-        return jax.make_jaxpr(lambda *xs: apply(values_like(operands, xs)))(*arrays)
+        return trace(*(operand.array for operand in operands))
 
 
 def _without_arrays(values: Sequence[Value]) -> list[Value]:

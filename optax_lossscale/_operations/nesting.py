@@ -72,11 +72,21 @@ class _Traced:
 
     def inputs(self, pairs: Sequence[Pair], first: int = 0) -> list[Value]:
         """The values of those operands, from the `first` on, that are passed in."""
-        return of_pairs(pairs, self.are_scaled[first : first + len(pairs)])
+        return self._values(pairs, self.are_scaled[first : first + len(pairs)])
 
     def carried(self, pairs: Sequence[Pair]) -> list[Value]:
         """The values of results, each of which may depend on every operand."""
-        return of_pairs(pairs, [any(self.are_scaled)] * len(pairs))
+        return self._values(pairs, [any(self.are_scaled)] * len(pairs))
+
+    def _values(self, pairs: Sequence[Pair], flags: Sequence[bool]) -> list[Value]:
+        if self.frame.tape.has_references:
+            return of_pairs(pairs, flags)
+        return [Value(array, array) for array, _ in pairs]
+
+    def pairs(self, values: Sequence[Value]) -> list[Pair]:
+        """The arrays to carry, each floating one with a reference if there are any."""
+        is_plain = not self.frame.tape.has_references
+        return pairs_of(values) if is_plain else separate_pairs_of(values)
 
     def run(
         self,
@@ -86,7 +96,7 @@ class _Traced:
         is_forward: Sequence[bool],
     ) -> tuple[list[Value], Tape]:
         """Evaluates a program inside, on a tape of its own."""
-        tape = Tape(clock, is_local=self.frame.tape.is_local)
+        tape = Tape(clock, has_references=self.frame.tape.has_references)
         results = self.frame.run(closed, inputs, tape, self.context, is_forward)
         self.records = tape.records
         return results, tape
@@ -115,13 +125,13 @@ def scan(frame: Frame) -> list[Value]:
         pairs, clock = carry
         inputs = [*constants, *traced.carried(pairs), *traced.inputs(xs, last)]
         results, tape = traced.run(closed, inputs, clock, is_forward)
-        carry = separate_pairs_of(results[:size]), tape.clock + 1
-        return carry, (separate_pairs_of(results[size:]), tape.statistics)
+        carry = traced.pairs(results[:size]), tape.clock + 1
+        return carry, (traced.pairs(results[size:]), tape.statistics)
 
     with context_of(frame.equation):
         (carry, clock), (ys, statistics) = lax.scan(
             body,
-            (separate_pairs_of(start), traced.clock),
+            (traced.pairs(start), traced.clock),
             pairs_of(xs),
             length=params["length"],
             reverse=params["reverse"],
@@ -144,7 +154,7 @@ def while_loop(frame: Frame) -> list[Value]:
     def step(pairs: list[Pair], clock: Any) -> tuple[list[Pair], Any, Any]:
         inputs = [*constants[first:], *traced.carried(pairs)]
         results, tape = traced.run(closed, inputs, clock, is_forward)
-        return separate_pairs_of(results), tape.clock + 1, tape.statistics
+        return traced.pairs(results), tape.clock + 1, tape.statistics
 
     def body(carry: Any) -> Any:
         pairs, clock, before = carry
@@ -155,7 +165,7 @@ def while_loop(frame: Frame) -> list[Value]:
         arrays = [x.array for x in constants[:first]] + [x for x, _ in carry[0]]
         return core.jaxpr_as_fun(params["cond_jaxpr"])(*arrays)[0]
 
-    pairs = separate_pairs_of(start)
+    pairs = traced.pairs(start)
     with context_of(frame.equation):
         unused = _unused(jax.eval_shape(step, pairs, traced.clock)[2])
         pairs, clock, statistics = lax.while_loop(
@@ -173,14 +183,14 @@ def cond(frame: Frame) -> list[Value]:
             taken, frame.operands[1:], frame.tape, frame.context, frame.is_forward
         )
     traced = _Traced(frame)
-    pairs = separate_pairs_of(frame.operands[1:])
+    pairs = traced.pairs(frame.operands[1:])
     records: list[Record] = []
 
     def branch(closed: core.ClosedJaxpr) -> Callable[..., Any]:
         def run_branch(pairs: list[Pair]) -> tuple[list[Pair], Any, Any]:
             inputs = traced.inputs(pairs, 1)
             results, tape = traced.run(closed, inputs, traced.clock, frame.is_forward)
-            return separate_pairs_of(results), tape.clock, tape.statistics
+            return traced.pairs(results), tape.clock, tape.statistics
 
         return run_branch
 
@@ -219,14 +229,15 @@ def shard_map(frame: Frame) -> list[Value]:
         inputs = traced.inputs(pairs)
         results, tape = traced.run(closed, inputs, traced.clock, frame.is_forward)
         clock, statistics = jax.tree.map(over_devices, (tape.clock, tape.statistics))
-        return separate_pairs_of(results), clock, statistics
+        return traced.pairs(results), clock, statistics
 
     specs = [
         (spec, None if x.reference is x.array else spec)
         for spec, x in zip(params["in_specs"], frame.operands, strict=True)
     ]
+    has_references = frame.tape.has_references
     out_specs = [
-        (spec, spec if is_floating(x.aval) else None)
+        (spec, spec if is_floating(x.aval) and has_references else None)
         for spec, x in zip(params["out_specs"], frame.equation.outvars, strict=True)
     ]
     with context_of(frame.equation):

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale._autocast.policy import MOVES
 from optax_lossscale._autocast.products import low_product_p, product_of, split
 from optax_lossscale._jaxprs import (
     evaluate,
@@ -29,6 +30,7 @@ from optax_lossscale._operations.nesting import NESTINGS, needed
 from optax_lossscale._operations.statistics import (
     Health,
     Statistics,
+    glance,
     measure,
     passed_on,
     worst_of,
@@ -45,7 +47,7 @@ from optax_lossscale._operations.values import (
 )
 from optax_lossscale._tree import is_floating, wide_dtype
 
-_MOVES = (
+_SAME_NUMBERS = (
     *(primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.squeeze_p),
     *(primitives.transpose_p, primitives.convert_element_type_p),
 )
@@ -77,7 +79,8 @@ def run(
             return of_number(atom.val)
         return values.get(atom, _UNUSED)
 
-    values.update(zip(program.constvars, map(as_argument, closed.consts), strict=True))
+    of_array = as_argument if tape.has_references else lambda array: Value(array, array)
+    values.update(zip(program.constvars, map(of_array, closed.consts), strict=True))
     values.update(zip(program.invars, operands, strict=True))
     live = needed(program, [True] * len(program.outvars))
     forward = needed(program, is_forward)
@@ -123,10 +126,9 @@ def _apply_alone(frame: Frame) -> list[Value]:
     """Evaluates and records an operation that holds no programs."""
     equation, operands, tape = frame.equation, frame.operands, frame.tape
     arrays = list(evaluate(equation, [x.array for x in operands]))
-    if tape.is_local and equation.primitive in (low_product_p, *_PRODUCTS):
-        references = list(map(widened, arrays))  # Another product would take long.
-    else:
-        references = _in_float32(equation, operands, arrays)
+    if not tape.has_references:
+        return _glance(frame, arrays)
+    references = _in_float32(equation, operands, arrays)
     is_scaled = any(x.is_scaled for x in operands)
     floats = [i for i, array in enumerate(arrays) if is_floating(array)]
     known = [x.health for x in operands if x.health is not None]
@@ -135,17 +137,34 @@ def _apply_alone(frame: Frame) -> list[Value]:
         health = worst_of(known) if known else None
     else:
         results, exact = [arrays[i] for i in floats], [references[i] for i in floats]
-        moved = None if tape.is_local else _moved(equation, operands, arrays)
+        moved = _moved(equation, operands, arrays)
         statistics, health = moved or measure(results, exact, known, tape.clock)
         tape.records.append(_record(frame, arrays[floats[0]], is_scaled))
         tape.statistics.append(statistics)
-    if tape.is_local:
-        references = list(map(widened, arrays))
     kept = statistics if len(arrays) == 1 else None
     return [
         Value(array, reference, health, is_scaled, kept)
         for array, reference in zip(arrays, references, strict=True)
     ]
+
+
+def _glance(frame: Frame, arrays: Sequence[Any]) -> list[Value]:
+    """Records an operation that runs once only, if a layer is to be known by it.
+
+    Those are the products, and what has fewer than 32 bits and was not only moved.
+    """
+    equation, values = frame.equation, [Value(array, array) for array in arrays]
+    if not arrays:
+        return values
+    first = arrays[0]
+    is_product = equation.primitive in (low_product_p, *_PRODUCTS)
+    is_made = _is_narrow(first) and equation.primitive.name not in MOVES
+    if is_product or is_made:
+        is_cast = _name_of(equation) == "convert_element_type"
+        before = frame.operands[0].array if is_cast else first
+        frame.tape.records.append(_record(frame, first, is_scaled=False))
+        frame.tape.statistics.append(glance(first, before))
+    return values
 
 
 def _moved(
@@ -155,7 +174,7 @@ def _moved(
 
     They need not be measured again. None for any other operation.
     """
-    if equation.primitive not in _MOVES or len(operands) != 1:
+    if equation.primitive not in _SAME_NUMBERS or len(operands) != 1:
         return None
     (operand,), (array,) = operands, arrays
     old, new = (jnp.result_type(x) for x in (operand.array, array))

@@ -188,6 +188,21 @@ def _size(dtype: Any) -> int:
     return int(dtype.itemsize)
 
 
+def glance(array: jax.Array, before: jax.Array) -> Statistics:
+    """The largest magnitude of a result, and the share that a cast flushed to zero.
+
+    `before` is the operand of the cast, or the result itself if it is none.
+    """
+    magnitude = jnp.max(jnp.abs(array), initial=0).astype(jnp.float32)
+    largest = jnp.where(jnp.isfinite(magnitude), magnitude, jnp.inf)
+    flushed = jnp.zeros((), jnp.float32)
+    if before is not array:
+        is_nonzero = before != 0
+        count = jnp.sum(is_nonzero & (array == 0), dtype=jnp.float32)
+        flushed = count / jnp.maximum(jnp.sum(is_nonzero, dtype=jnp.float32), 1)
+    return Statistics(jnp.stack([largest, flushed]), jnp.zeros((1,), jnp.int32))
+
+
 @jax.jit
 def passed_on(
     statistics: Statistics, health: Health, times: jax.Array

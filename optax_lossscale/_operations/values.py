@@ -88,16 +88,16 @@ class Tape:
       statistics: The statistics of each operation.
       clock: `i32[]`. How many iterations of loops have begun before.
       starts: The clock at the start of each loop that no other loop holds.
-      is_local: Whether each operation is compared with itself in float32 on the same
-        operands, rather than on what these would be in float32.
+      has_references: Whether each operation also runs in float32. If not, a value is
+        its own reference.
     """
 
-    def __init__(self, clock: Any, *, is_local: bool = False) -> None:
+    def __init__(self, clock: Any, *, has_references: bool = True) -> None:
         self.records: list[Record] = []
         self.statistics: list[Statistics] = []
         self.clock = clock
         self.starts: list[Any] = []
-        self.is_local = is_local
+        self.has_references = has_references
 
 
 class Frame(NamedTuple):

@@ -16,8 +16,7 @@ from optax_lossscale._autocast.modules import as_partial, call_with_states
 from optax_lossscale._autocast.named_calls import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.shadow import run
-from optax_lossscale._operations.statistics import Statistics
-from optax_lossscale._operations.values import Context, Tape, as_argument
+from optax_lossscale._operations.values import Context, Tape, Value
 from optax_lossscale._types import PyTree
 
 
@@ -30,9 +29,9 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
         value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
         (loss, grads), layers = ols.diagnostics.watch(value_and_grad)(params, x, y)
 
-    The results of `fun` keep their bits. The numbers cost a few passes over what each
-    operation computes, so compile one step with them and one without. To compare with a
-    run in float32, use `trace_operations`.
+    The results of `fun` keep their bits. The numbers cost a pass over the results of
+    matrix products, convolutions and half-precision operations, so compile one step
+    with them and one without. To compare with float32, use `trace_operations`.
 
     Args:
       fun: A pure function of pytrees, such as the one that `scaled_value_and_grad`
@@ -41,16 +40,18 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 
     Returns:
       A function with the arguments of `fun` that returns a pair: the results of `fun`,
-      and a dict. Its keys are the scopes, such as `"Net/Dense_0"`, each a module or a
-      `jax.named_scope`, and `""` for what is in none. Its values are dicts of six
-      `f32[]`, over all floating results in that scope:
+      and a dict. Its keys are the scopes that hold such operations, as `"Net/Dense_0"`,
+      each a module or a `jax.named_scope`; `""` stands for what is in none. Its values
+      are dicts of four `f32[]`:
 
       * `largest`: the largest magnitude, infinite if an entry is NaN or infinite;
-      * `nonfinite`: the largest number of NaN and infinite entries in one result;
-      * `flushed`: the largest share of entries that one operation, which is not a
-        matrix product or convolution, rounded to zero, from 0 to 1;
-      * `grad_largest`, `grad_nonfinite`, `grad_flushed`: the same of the backward pass,
-        in which all magnitudes are multiplied by the loss scale.
+      * `flushed`: the largest share of nonzero entries that one cast to half precision
+        rounded to zero, from 0 to 1;
+      * `grad_largest`, `grad_flushed`: the same of the backward pass, in which all
+        magnitudes are multiplied by the loss scale.
+
+    Raises:
+      TypeError: If `fun` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -61,14 +62,14 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
       >>> step = jax.jit(ols.diagnostics.watch(jax.value_and_grad(loss_fn)))
       >>> (loss, grads), layers = step(jnp.ones((3, 2)), jnp.full((1, 3), 7.0))
       >>> print(layers["layer"]["largest"], layers["layer"]["grad_largest"])
-      42.0 3.5
+      21.0 3.5
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        tape = Tape(np.int32(0), is_local=True)
+        tape = Tape(np.int32(0), has_references=False)
 
         def call(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
             arrays, rest = partition((args, kwargs))
@@ -79,10 +80,8 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
                 return Partial(other_results.merge, results)
 
             closed, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            inputs, flags = (
-                list(map(as_argument, arrays)),
-                [True] * len(closed.out_avals),
-            )
+            inputs = [Value(array, array) for array in arrays]
+            flags = [True] * len(closed.out_avals)
             values = run(closed, inputs, tape, Context(where=""), flags)
             return results.func([value.array for value in values])
 
@@ -98,26 +97,14 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 
 def _by_scope(tape: Tape) -> dict[str, dict[str, jax.Array]]:
     """The largest numbers of the operations in each scope."""
-    largest: dict[str, dict[str, jax.Array]] = {}
+    layers: dict[str, dict[str, jax.Array]] = {}
     zero = jnp.zeros((), jnp.float32)
     for record, statistics in zip(tape.records, tape.statistics, strict=True):
-        prefix = "grad_" if record.is_transposed else ""
-        layer = largest.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, zero))
-        for name, number in _numbers_of(statistics).items():
-            layer[prefix + name] = jnp.maximum(layer[prefix + name], number)
-    return largest
+        layer = layers.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, zero))
+        names = _NAMES[2:] if record.is_transposed else _NAMES[:2]
+        for name, number in zip(names, statistics.magnitudes, strict=True):
+            layer[name] = jnp.maximum(layer[name], number)
+    return layers
 
 
-def _numbers_of(statistics: Statistics) -> dict[str, jax.Array]:
-    magnitudes, counts = statistics
-    return {
-        "largest": magnitudes[0],
-        "nonfinite": counts[0].astype(jnp.float32),
-        "flushed": magnitudes[2],
-    }
-
-
-_NAMES = [
-    *("largest", "nonfinite", "flushed"),
-    *("grad_largest", "grad_nonfinite", "grad_flushed"),
-]
+_NAMES = ("largest", "flushed", "grad_largest", "grad_flushed")

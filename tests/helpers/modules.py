@@ -7,6 +7,8 @@ from flax import nnx
 
 from helpers.under_autocast import RNG
 
+# The Flax that goes with JAX 0.7 takes lists as they are.
+LIST = getattr(nnx, "List", list)
 ROWS = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from helpers.modules import LIST
 from helpers.places import place_of
 from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 
@@ -95,7 +96,7 @@ class NnxHead(nnx.Module):
 class NnxNet(nnx.Module):
     def __init__(self, fun):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List(
+        self.layers = LIST(
             [nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(LAYERS)]
         )
         self.head = NnxHead(fun)

@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import optax_lossscale as ols
+from helpers.modules import LIST
 from optax_lossscale.diagnostics import suggest_full_precision, trace_operations
 
 RNG = np.random.default_rng(0)
@@ -55,7 +56,7 @@ class NnxNet(nnx.Module):
         layers = [nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in FACTORS]
         for layer, kernel in zip(layers, KERNELS, strict=True):
             layer.kernel[...] = kernel
-        self.layers = nnx.List(layers)
+        self.layers = LIST(layers)
 
     def __call__(self, x):
         for layer in self.layers:

@@ -13,16 +13,13 @@ from flax import linen, nnx
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import lenient
-from helpers.modules import ROWS, Net, arrays_of, mean_square
+from helpers.modules import LIST, ROWS, Net, arrays_of, mean_square
 from optax_lossscale.diagnostics import watch
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.uniform(0.5, 1.0, size=(3, 4)), jnp.float32)
 W = jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)
-NAMES = {
-    *("largest", "nonfinite", "flushed"),
-    *("grad_largest", "grad_nonfinite", "grad_flushed"),
-}
+NAMES = {"largest", "flushed", "grad_largest", "grad_flushed"}
 
 
 @ols.autocast
@@ -73,7 +70,7 @@ def test_results_of_other_kinds_are_returned_as_they_are():
     assert results["none"] is None
     assert results["count"] == 3
     np.testing.assert_array_equal(results["y"], 2 * X)
-    assert set(layers) == {""}
+    assert layers == {}  # Nothing is in half precision.
 
 
 def test_the_numbers_are_scalars_of_float32_for_each_scope():
@@ -100,7 +97,7 @@ def test_the_largest_magnitude_of_a_scope_is_that_of_numpy():
     assert layers["layer"]["grad_largest"] == 0
 
 
-def test_entries_that_are_nonfinite_or_flushed_are_counted_by_scope():
+def test_casts_that_overflow_or_flush_are_told_by_scope():
     def fun(x):
         with jax.named_scope("above"):
             above = (1e5 * x).astype(jnp.float16)
@@ -110,12 +107,10 @@ def test_entries_that_are_nonfinite_or_flushed_are_counted_by_scope():
 
     x = jnp.float32([0.0, 0.0, 0.1, 1.0, 2.0])
     _, layers = watch(fun)(x)
-    assert layers["above"]["nonfinite"] == 2  # 1e4 fits.
     assert layers["above"]["largest"] == jnp.inf
     assert layers["above"]["flushed"] == 0
-    assert layers["below"]["nonfinite"] == 0
     assert layers["below"]["flushed"] == 1  # Of three that are not zero, all three.
-    np.testing.assert_allclose(layers["below"]["largest"], 2e-9, rtol=1e-6)
+    assert layers["below"]["largest"] == 0
 
 
 def test_the_backward_pass_is_multiplied_by_the_loss_scale():
@@ -138,7 +133,6 @@ def test_a_loop_counts_with_its_worst_iteration():
 
     for run in (watch(fun), jax.jit(watch(fun))):
         _, layers = run(jnp.full(3, 64.0))
-        assert layers["body"]["nonfinite"] == 3
         assert layers["body"]["largest"] == jnp.inf
 
 
@@ -165,7 +159,8 @@ def test_what_a_checkpoint_computes_again_belongs_to_the_forward_pass():
 
     def fun(x):
         with jax.named_scope("layer"):
-            return jnp.mean(jax.checkpoint(jnp.tanh)(x))
+            half = x.astype(jnp.float16)
+            return jnp.mean(jax.checkpoint(jnp.tanh)(half).astype(jnp.float32))
 
     _, layers = jax.jit(watch(jax.value_and_grad(fun)))(jnp.ones((3, 4)))
     assert layers["layer"]["largest"] >= 0.76
@@ -183,7 +178,7 @@ class LinenNet(linen.Module):
 class NnxNet(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+        self.layers = LIST([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
         for layer in self.layers:
@@ -250,14 +245,14 @@ def test_modules_of_nnx_are_updated_once():
     for actual, other in zip(arrays_of(watched), arrays_of(plain), strict=True):
         np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
     assert watched.dropout.rngs.count[...] == 2
-    assert {"Net/linear", "Net/norm", "Net/dropout"} <= set(layers)
+    assert set(layers) == {"Net/linear"}  # All else is float32.
 
 
 def test_a_module_can_be_watched_itself():
     watched, plain = Net(), Net()
     results, layers = watch(watched)(ROWS)
     np.testing.assert_allclose(results, plain(ROWS), rtol=1e-5, atol=1e-6)
-    assert {"Net/linear", "Net/norm"} <= set(layers)
+    assert set(layers) == {"Net/linear"}
     assert_same_bits(watched.dropout.rngs.count[...], plain.dropout.rngs.count[...])
 
 
@@ -287,12 +282,13 @@ def test_the_layer_that_made_a_step_skip_is_named():
     assert_same_bits(new, params)
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 1
     # The cotangent of the mean is 2**18 / 12 = 21845, and that of `x` 600 times this.
-    assert layers["first"]["nonfinite"] == layers["second"]["nonfinite"] == 0
-    assert layers["second"]["grad_nonfinite"] > 0
+    assert layers["first"]["largest"] < jnp.inf
+    assert layers["second"]["largest"] < jnp.inf
+    assert layers["second"]["grad_largest"] == jnp.inf
     # Without the weights of 600, the first has 21845, once 2**-9 and once 512 times.
     _, _, layers = step({"first": jnp.eye(4), "second": jnp.eye(4)}, state, X)
-    assert layers["second"]["grad_nonfinite"] == 0
-    assert layers["first"]["grad_nonfinite"] == 0
+    assert layers["second"]["grad_largest"] < jnp.inf
+    assert layers["first"]["grad_largest"] < jnp.inf
 
 
 @pytest.mark.parametrize("fun", [None, 3.0, "loss_fn"])

@@ -1,0 +1,89 @@
+"""Times `trace_operations` and `watch` on a transformer of twelve layers.
+
+    python benchmarks/traced_operations.py
+
+The first call compiles each kind of operation, so it is made in this new process.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import optax_lossscale as ols
+from _lib.models import Decoder, next_token_loss, random_key
+from _lib.tables import print_table, versions
+
+BATCH, LENGTH, WIDTH, LAYERS = 4, 128, 256, 12
+STEPS = 5  # Of each of the two compiled steps, in turn.
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Returns how long a call takes until its results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def live_bytes() -> int:
+    """Returns the size of all arrays that are alive."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def time_tracing(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str, Any]]:
+    """Times two calls of `trace_operations`, and counts what they leave behind."""
+    rows = []
+    for name in ("first", "second"):
+        before, start = live_bytes(), time.perf_counter()
+        operations = ols.diagnostics.trace_operations(
+            loss_fn, params, tokens, loss_scale=2.0**15
+        )
+        rows.append(
+            {
+                "call": name,
+                "seconds": f"{time.perf_counter() - start:.1f}",
+                "operations": len(operations),
+                "bytes of new arrays": live_bytes() - before,
+            }
+        )
+    return rows
+
+
+def time_watching(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str, Any]]:
+    """Times a compiled gradient with `watch` and without it, in turn."""
+    plain = jax.value_and_grad(ols.autocast(loss_fn))
+    steps = {"plain": jax.jit(plain), "watched": jax.jit(ols.diagnostics.watch(plain))}
+    firsts = {name: seconds(lambda s=s: s(params, tokens)) for name, s in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(STEPS):
+        for name, step in steps.items():
+            times[name].append(seconds(lambda s=step: s(params, tokens)))
+    median = {name: statistics.median(some) for name, some in times.items()}
+    return [
+        {
+            "gradient": name,
+            "compile s": f"{firsts[name] - median[name]:.1f}",
+            "median s": f"{median[name]:.2f}",
+            "ratio": f"{median[name] / median['plain']:.2f}",
+        }
+        for name in steps
+    ]
+
+
+def main() -> None:
+    """Prints two tables."""
+    model = Decoder(vocabulary=256, length=LENGTH, width=WIDTH, depth=LAYERS)
+    tokens = jax.random.randint(random_key(0), (BATCH, LENGTH), 0, 256)
+    params, loss_fn = model.init(random_key(1), tokens), next_token_loss(model)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
+    shape = f"{LAYERS} layers, {size:.1f} million parameters, {BATCH} x {LENGTH} tokens"
+    print(f"{versions()}; {shape}\n")
+    print_table(time_tracing(loss_fn, params, tokens))
+    print()
+    print_table(time_watching(loss_fn, params, tokens))
+
+
+if __name__ == "__main__":
+    main()
