@@ -15,7 +15,12 @@ from jax.extend.core import Primitive, primitives
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._finite import vary_over
-from optax_lossscale._jaxprs import context_of, flagged_variables, scan_sizes
+from optax_lossscale._jaxprs import context_of, scan_sizes
+from optax_lossscale._operations.dependence import (
+    INLINED,
+    body_of,
+    forward_in_loop,
+)
 from optax_lossscale._operations.statistics import (
     Statistics,
     largest_of_runs,
@@ -42,16 +47,6 @@ def call(frame: Frame) -> list[Value]:
     context = context._replace(is_recomputed=context.is_recomputed or is_recomputed)
     body = body_of(frame.equation)
     return frame.run(body, frame.operands, frame.tape, context, frame.is_forward)
-
-
-def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr:
-    """The program of an operation that holds one."""
-    for param in equation.params.values():
-        if isinstance(param, core.ClosedJaxpr):
-            return param
-        if isinstance(param, core.Jaxpr):
-            return core.ClosedJaxpr(param, ())
-    raise ValueError(f"{equation.primitive} holds no program")
 
 
 class _Traced:
@@ -118,7 +113,7 @@ def scan(frame: Frame) -> list[Value]:
     last = first + size
     constants, start = frame.operands[:first], frame.operands[first:last]
     xs = frame.operands[last:]
-    is_forward = _forward_in_loop(closed.jaxpr, frame.is_forward, first, size)
+    is_forward = forward_in_loop(closed.jaxpr, frame.is_forward, first, size)
     traced = _Traced(frame)
 
     def body(carry: tuple[list[Pair], Any], xs: list[Pair]) -> tuple[Any, Any]:
@@ -146,7 +141,7 @@ def while_loop(frame: Frame) -> list[Value]:
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     constants, start = frame.operands[:last], frame.operands[last:]
-    is_forward = _forward_in_loop(
+    is_forward = forward_in_loop(
         closed.jaxpr, frame.is_forward, last - first, len(start)
     )
     traced = _Traced(frame)
@@ -252,55 +247,13 @@ def shard_map(frame: Frame) -> list[Value]:
     return traced.finish(results, statistics, clock)
 
 
-# Operations that hold one program, with their own operands and results.
-INLINED: dict[Primitive | str, Callable[[Frame], list[Value]]] = {
-    primitives.jit_p: call,
-    "remat2": call,  # JAX 0.7 has no `remat_p`.
-    primitives.closed_call_p: call,
-    "eval_jaxpr": call,
-    primitives.custom_jvp_call_p: call,
-    primitives.custom_vjp_call_p: call,
-}
 NESTINGS: dict[Primitive | str, Callable[[Frame], list[Value]]] = {
-    **INLINED,
+    **dict.fromkeys(INLINED, call),
     primitives.scan_p: scan,
     primitives.while_p: while_loop,
     primitives.cond_p: cond,
     "shard_map": shard_map,
 }
-
-
-def needed(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
-    """The variables that the flagged results of a program depend on."""
-    variables = flagged_variables(program.outvars, flags)
-    for equation in reversed(program.eqns):
-        outputs = [variable in variables for variable in equation.outvars]
-        if not any(outputs):
-            continue
-        inputs = [True] * len(equation.invars)
-        if {equation.primitive, equation.primitive.name} & set(INLINED):
-            body = body_of(equation).jaxpr
-            inside = needed(body, outputs)
-            inputs = [variable in inside for variable in body.invars]
-        variables |= flagged_variables(equation.invars, inputs)
-    return variables
-
-
-def _forward_in_loop(
-    body: core.Jaxpr, is_forward: Sequence[bool], first: int, size: int
-) -> list[bool]:
-    """For each result of a loop's body, whether more than gradients depend on it.
-
-    Its first `size` results are carried, and are its inputs from `first` on.
-    """
-    flags, carry = list(is_forward), body.invars[first : first + size]
-    while True:
-        inside = needed(body, flags)
-        pairs = zip(carry, flags, strict=False)
-        wanted = [flag or variable in inside for variable, flag in pairs]
-        if wanted == flags[:size]:
-            return flags
-        flags = [*wanted, *flags[size:]]
 
 
 def _unused(statistics: Sequence[Statistics]) -> list[Statistics]:

@@ -26,7 +26,8 @@ from optax_lossscale._jaxprs import (
     user_line,
     where_written,
 )
-from optax_lossscale._operations.nesting import NESTINGS, needed
+from optax_lossscale._operations.dependence import needed
+from optax_lossscale._operations.nesting import NESTINGS
 from optax_lossscale._operations.statistics import (
     Health,
     Statistics,
