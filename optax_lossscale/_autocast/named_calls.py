@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from optax_lossscale._types import PyTree
 _RUNNING: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
     "running", default=None
 )
+# The classes whose calls are named: their own calls, and how many threads name them.
+_PATCHED: dict[type, tuple[Callable[..., Any], int]] = {}
+_LOCK = threading.Lock()
 _MOST_NESTED = 4  # Of lists and dicts in which a module may stand.
 
 
@@ -35,14 +39,36 @@ def named_calls(fun: Callable[..., Any], arguments: PyTree) -> Iterator[None]:
         yield
         return
     trees = [arguments, fun, getattr(fun, "__self__", None), *_closure_of(fun)]
-    with contextlib.ExitStack() as stack:
-        for owner in _owners_of_calls(trees):
-            original = vars(owner)["__call__"]
-            setattr(owner, "__call__", _named(original))  # noqa: B010
-            stack.callback(setattr, owner, "__call__", original)
-        token = _RUNNING.set(())
-        stack.callback(_RUNNING.reset, token)
+    owners, token = _owners_of_calls(trees), _RUNNING.set(())
+    _patch(owners)
+    try:
         yield
+    finally:
+        _unpatch(owners)
+        _RUNNING.reset(token)
+
+
+def _patch(owners: Sequence[type]) -> None:
+    """Names the calls of some classes, if no other thread does so already."""
+    with _LOCK:
+        for owner in owners:
+            if owner not in _PATCHED:
+                original = vars(owner)["__call__"]
+                _PATCHED[owner] = original, 0
+                setattr(owner, "__call__", _named(original))  # noqa: B010
+            original, users = _PATCHED[owner]
+            _PATCHED[owner] = original, users + 1
+
+
+def _unpatch(owners: Sequence[type]) -> None:
+    """Gives the classes that no thread names any more their own calls back."""
+    with _LOCK:
+        for owner in owners:
+            original, users = _PATCHED.pop(owner)
+            if users > 1:
+                _PATCHED[owner] = original, users - 1
+            else:
+                setattr(owner, "__call__", original)  # noqa: B010
 
 
 def _named(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,6 +75,10 @@ MADE_OF = {
 }
 
 
+class UnknownScopeError(ValueError):
+    """A scope in which a function has no operation."""
+
+
 class Policy(NamedTuple):
     """The lists at one level.
 
@@ -122,7 +126,7 @@ class Policy(NamedTuple):
                 }
                 name = "/".join(scope) + "/"
                 outermost = sorted({name.split("/")[0] + "/" for name in names})
-                raise ValueError(
+                raise UnknownScopeError(
                     f"`high` must hold scopes of the function, got {name!r}, in which "
                     f"it has no operation.{_did_you_mean(name, names)} Its outermost "
                     f"scopes are {', '.join(outermost) or 'none'}."

@@ -28,17 +28,22 @@ def body_of(equation: core.JaxprEqn) -> core.ClosedJaxpr:
     raise ValueError(f"{equation.primitive} holds no program")
 
 
-def needed(program: core.Jaxpr, flags: Sequence[bool]) -> set[core.Var]:
-    """The variables that the flagged results of a program depend on."""
+def needed(
+    program: core.Jaxpr, flags: Sequence[bool], *, for_effects: bool = False
+) -> set[core.Var]:
+    """The variables that the flagged results of a program depend on.
+
+    If `for_effects`, also those that its effects depend on, such as printing.
+    """
     variables = flagged_variables(program.outvars, flags)
     for equation in reversed(program.eqns):
         outputs = [variable in variables for variable in equation.outvars]
-        if not any(outputs):
+        if not any(outputs) and not (for_effects and equation.effects):
             continue
         inputs = [True] * len(equation.invars)
         if equation.primitive in INLINED or equation.primitive.name in INLINED:
             body = body_of(equation).jaxpr
-            inside = needed(body, outputs)
+            inside = needed(body, outputs, for_effects=for_effects)
             inputs = [variable in inside for variable in body.invars]
         variables |= flagged_variables(equation.invars, inputs)
     return variables

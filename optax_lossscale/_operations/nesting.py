@@ -45,8 +45,14 @@ def call(frame: Frame) -> list[Value]:
     is_recomputed &= not any(frame.is_forward)
     context = frame.context
     context = context._replace(is_recomputed=context.is_recomputed or is_recomputed)
-    body = body_of(frame.equation)
-    return frame.run(body, frame.operands, frame.tape, context, frame.is_forward)
+    return frame.run(
+        body_of(frame.equation),
+        frame.operands,
+        frame.tape,
+        context,
+        frame.is_forward,
+        frame.is_live,
+    )
 
 
 class _Traced:

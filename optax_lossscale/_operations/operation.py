@@ -33,8 +33,9 @@ class Operation(NamedTuple):
       largest: The largest magnitude; infinite if an entry is NaN or infinite.
       float32_largest: The same in float32.
       nonfinite: The number of entries that are NaN or infinite.
-      made_nonfinite: The number of nonfinite entries that the operation made itself,
-        out of finite operands.
+      made_nonfinite: The number of nonfinite entries that the operation made itself:
+        out of finite operands; or, out of infinite ones such as a mask, its NaN, and
+        its entries that are finite in float32.
       underflow: The share of entries that are zero, of those that are not in float32;
         from 0 to 1.
       added_underflow: By how much this share exceeds that of its operands.
@@ -167,10 +168,11 @@ def _headroom(largest: float, dtype: Any) -> float:
 def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
     """Returns the operation that made the first NaN or infinity.
 
-    Its operands were finite, and its result was not. If its `headroom_bits` is not
-    negative, it did not overflow, but computed NaN, such as the difference of two
-    infinities. If `overflows_only_scaled`, a lower loss scale helps; else look at its
-    line. Infinities that a program writes itself, as a mask, do not count.
+    Its operands were finite, and its result was not; or its operands were infinite, as
+    a mask may be, and its result is NaN. It is one of the forward pass if that made
+    any. If `overflows_only_scaled`, a lower loss scale helps; else look at its line. If
+    `headroom_bits` is minus infinity, its result is not finite in float32 either.
+    Infinities that a program writes itself, as a mask, do not count.
 
     Args:
       operations: What `trace_operations` returned, or a part of it.
@@ -194,7 +196,12 @@ def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
     for place, operation in enumerate(operations):
         places.setdefault(_block(operation, place), place)
     made = [
-        (places[_block(operation, place)], operation.iteration or 0, place)
+        (
+            operation.is_backward,
+            places[_block(operation, place)],
+            operation.iteration or 0,
+            place,
+        )
         for place, operation in enumerate(operations)
         if operation.made_nonfinite
     ]

@@ -80,8 +80,9 @@ def _summary(operations: Sequence[Operation]) -> list[str]:
         return [f"{ran}, and all their results are finite."]
     if first is None:
         return [
-            f"{ran}. None made NaN or infinity, but {nonfinite} received some. "
-            "(Look at the arguments.)"
+            f"{ran}. None made NaN or infinity; {nonfinite} received some from an "
+            "argument, or from a constant such as a mask of -infinity. (If the loss is "
+            "NaN, look at the arguments.)"
         ]
     received = nonfinite - made
     text = f"{ran}, {made} of them made NaN or infinity, and {received} received some."

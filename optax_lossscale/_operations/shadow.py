@@ -8,7 +8,6 @@ body is evaluated in this way.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from optax_lossscale._autocast.policy import MOVES
-from optax_lossscale._autocast.products import low_product_p, product_of, split
+from optax_lossscale._autocast.products import low_product_p, product_of
 from optax_lossscale._jaxprs import (
     evaluate,
     scope_of,
@@ -28,6 +27,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale._operations.dependence import needed
 from optax_lossscale._operations.nesting import NESTINGS
+from optax_lossscale._operations.reference import in_float32, is_narrow, is_saturation
 from optax_lossscale._operations.statistics import (
     Health,
     Statistics,
@@ -43,17 +43,15 @@ from optax_lossscale._operations.values import (
     Tape,
     Value,
     as_argument,
+    is_float,
     of_number,
-    widened,
 )
-from optax_lossscale._tree import is_floating, wide_dtype
 
 _SAME_NUMBERS = (
     *(primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.squeeze_p),
     *(primitives.transpose_p, primitives.convert_element_type_p),
 )
 _UNUSED = Value(None, None)  # Of a program that does nothing with it.
-_PRODUCTS = (primitives.dot_general_p, primitives.conv_general_dilated_p)
 
 
 def run(
@@ -62,6 +60,7 @@ def run(
     tape: Tape,
     context: Context,
     is_forward: Sequence[bool],
+    is_live: Sequence[bool] = (),
 ) -> list[Value]:
     """Evaluates a program, and records its operations.
 
@@ -71,6 +70,8 @@ def run(
       tape: Where its operations are recorded.
       context: What surrounds it.
       is_forward: For each of its results, whether more than gradients depend on it.
+      is_live: For each of its results, whether anything depends on it. If empty,
+        something depends on each.
     """
     program = closed.jaxpr
     values: dict[core.Var, Value] = {}
@@ -83,14 +84,16 @@ def run(
     of_array = as_argument if tape.has_references else lambda array: Value(array, array)
     values.update(zip(program.constvars, map(of_array, closed.consts), strict=True))
     values.update(zip(program.invars, operands, strict=True))
-    live = needed(program, [True] * len(program.outvars))
+    is_live = is_live or [True] * len(program.outvars)
+    live = needed(program, is_live, for_effects=True)
     forward = needed(program, is_forward)
     for equation, dead in zip(program.eqns, _last_reads(program), strict=True):
         if live.isdisjoint(equation.outvars) and not equation.effects:
             continue
         flags = [variable in forward for variable in equation.outvars]
         inputs = [read(atom) for atom in equation.invars]
-        outputs = _apply(Frame(run, equation, inputs, tape, context, flags))
+        are_live = [variable in live for variable in equation.outvars]
+        outputs = _apply(Frame(run, equation, inputs, tape, context, flags, are_live))
         values.update(zip(equation.outvars, outputs, strict=True))
         for variable in dead:  # So that their memory is free.
             values.pop(variable, None)
@@ -113,7 +116,7 @@ def _apply(frame: Frame) -> list[Value]:
     """Evaluates one operation and returns its results."""
     primitive = frame.equation.primitive
     evaluate_programs = NESTINGS.get(primitive) or NESTINGS.get(primitive.name)
-    if evaluate_programs is None or _is_saturation(frame.equation):
+    if evaluate_programs is None or is_saturation(frame.equation):
         return _apply_alone(frame)
     where = user_line(frame.equation) or frame.context.where
     scope = (*frame.context.scope, *scope_of(frame.equation))
@@ -129,9 +132,9 @@ def _apply_alone(frame: Frame) -> list[Value]:
     arrays = list(evaluate(equation, [x.array for x in operands]))
     if not tape.has_references:
         return _glance(frame, arrays)
-    references = _in_float32(equation, operands, arrays)
+    references = in_float32(equation, operands, arrays)
     is_scaled = any(x.is_scaled for x in operands)
-    floats = [i for i, array in enumerate(arrays) if is_floating(array)]
+    floats = [i for i, array in enumerate(arrays) if is_float(array)]
     known = [x.health for x in operands if x.health is not None]
     statistics = None
     if not floats:  # A comparison, say: it passes on that it compared NaN.
@@ -150,17 +153,15 @@ def _apply_alone(frame: Frame) -> list[Value]:
 
 
 def _glance(frame: Frame, arrays: Sequence[Any]) -> list[Value]:
-    """Records an operation that runs once only, if a layer is to be known by it.
+    """Records an operation whose result has fewer than 32 bits, unless it only moves.
 
-    Those are the products, and what has fewer than 32 bits and was not only moved.
+    It runs once only.
     """
     equation, values = frame.equation, [Value(array, array) for array in arrays]
     if not arrays:
         return values
     first = arrays[0]
-    is_product = equation.primitive in (low_product_p, *_PRODUCTS)
-    is_made = _is_narrow(first) and equation.primitive.name not in MOVES
-    if is_product or is_made:
+    if is_narrow(first) and equation.primitive.name not in MOVES:
         is_cast = _name_of(equation) == "convert_element_type"
         before = frame.operands[0].array if is_cast else first
         frame.tape.records.append(_record(frame, first, is_scaled=False))
@@ -179,7 +180,7 @@ def _moved(
         return None
     (operand,), (array,) = operands, arrays
     old, new = (jnp.result_type(x) for x in (operand.array, array))
-    is_widened = _is_narrow(operand.array) and new == jnp.float32
+    is_widened = is_narrow(operand.array) and new == jnp.float32
     size, old_size = jnp.size(array), jnp.size(operand.array)
     if operand.statistics is None or operand.health is None or not old_size:
         return None
@@ -221,66 +222,6 @@ def _name_of(equation: core.JaxprEqn) -> str:
     """The name of a primitive as users know it."""
     if equation.primitive is low_product_p:
         return str(product_of(equation.params["jaxpr"]).primitive.name)
-    if _is_saturation(equation):
+    if is_saturation(equation):
         return "convert_element_type"
     return str(equation.primitive.name)
-
-
-def _is_saturation(equation: core.JaxprEqn) -> bool:
-    """Whether an operation is the cast of autocast that keeps masks finite."""
-    return equation.params.get("name") == "_saturate"
-
-
-def _in_float32(
-    equation: core.JaxprEqn, operands: Sequence[Value], arrays: Sequence[Any]
-) -> list[Any]:
-    """The results of an operation on the references of its operands.
-
-    Where it cannot run in float32, its results are widened as they are.
-    """
-    references: Sequence[Any] = [x.reference for x in operands]
-    if _is_saturation(equation) or equation.primitive.name == "reduce_precision":
-        return list(references)
-    is_product = equation.primitive is low_product_p
-    is_rounded = is_product or any(map(_is_narrow, arrays))
-    if not is_rounded and all(x.reference is x.array for x in operands):
-        return list(arrays)
-    # Such as an operation on bits, or a kernel that is written for one dtype.
-    with contextlib.suppress(Exception):
-        if is_product:
-            references, _ = split(references, equation.params["copied"])
-            equation = product_of(equation.params["jaxpr"])
-        params = {key: _wide_param(x) for key, x in equation.params.items()}
-        if not _has_side_effect(equation):
-            outputs = list(evaluate(equation, references, params))
-            if all(map(_is_reference, outputs, arrays)):
-                return outputs
-    return list(map(widened, arrays))
-
-
-def _has_side_effect(equation: core.JaxprEqn) -> bool:
-    """Whether an operation does more than to compute, such as to print.
-
-    JAX also counts as an effect that a collective reads the name of an axis.
-    """
-    return any(
-        type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects
-    )
-
-
-def _is_reference(output: Any, array: Any) -> bool:
-    """Whether an array may be the reference of another one."""
-    dtype = jnp.result_type(array)
-    dtype = wide_dtype(dtype) if _is_narrow(array) else dtype
-    return jnp.shape(output) == jnp.shape(array) and jnp.result_type(output) == dtype
-
-
-def _is_narrow(array: Any) -> bool:
-    """Whether an array has fewer than 32 bits."""
-    return is_floating(array) and jnp.finfo(jnp.result_type(array)).bits < 32
-
-
-def _wide_param(param: Any) -> Any:
-    """A parameter of an operation; a dtype below 32 bits becomes float32."""
-    is_dtype = isinstance(param, np.dtype) and jnp.issubdtype(param, jnp.floating)
-    return wide_dtype(param) if is_dtype else param

@@ -18,12 +18,14 @@ class Health(NamedTuple):
     Attributes:
       nonfinite: `i32[]`. The number of entries that are NaN or infinite.
       diverged: `i32[]`. The number of those that are finite in float32.
+      nan: `i32[]`. The number of those that are NaN.
       underflow: `f32[]`. The share of entries that are zero, but not in float32.
       error: `f32[]`. The relative difference from float32.
     """
 
     nonfinite: jax.Array
     diverged: jax.Array
+    nan: jax.Array
     underflow: jax.Array
     error: jax.Array
 
@@ -34,8 +36,8 @@ class Statistics(NamedTuple):
     Attributes:
       magnitudes: `f32[6]`. The largest magnitude, the same in float32, the underflow,
         the error, and by how much these two exceed those of the operands.
-      counts: `i32[3]`. The number of nonfinite entries; the same, but 0 if an operand
-        had some; minus the iteration in which the operation first made one.
+      counts: `i32[3]`. The number of nonfinite entries; the number of those that the
+        operation made itself; minus the iteration in which it first made one.
     """
 
     magnitudes: Any
@@ -68,7 +70,7 @@ class _Comparison(NamedTuple):
     """Sums and maxima over the entries of an array and of its reference.
 
     Each is a scalar: the largest magnitudes of both, infinite if an entry is not
-    finite; four numbers of entries; the squared norms, in units of the largest entry,
+    finite; five numbers of entries; the squared norms, in units of the largest entry,
     of the difference and of the reference.
     """
 
@@ -76,6 +78,7 @@ class _Comparison(NamedTuple):
     reference: jax.Array
     nonfinite: jax.Array
     diverged: jax.Array
+    nan: jax.Array
     nonzero: jax.Array
     flushed: jax.Array
     difference: jax.Array
@@ -124,6 +127,7 @@ def _compare(x: jax.Array, r: jax.Array) -> _Comparison:
         reference=jnp.where(is_bad_reference, jnp.inf, jnp.abs(r)),
         nonfinite=is_bad.astype(jnp.int32),
         diverged=(is_bad & ~is_bad_reference).astype(jnp.int32),
+        nan=jnp.isnan(x).astype(jnp.int32),
         nonzero=is_nonzero.astype(jnp.int32),
         flushed=(is_nonzero & (x == 0)).astype(jnp.int32),
         difference=difference**2,
@@ -157,11 +161,16 @@ def _conclude(
     health = Health(
         nonfinite=jnp.sum(all_parts.nonfinite, dtype=jnp.int32),
         diverged=jnp.sum(all_parts.diverged, dtype=jnp.int32),
+        nan=jnp.sum(all_parts.nan, dtype=jnp.int32),
         underflow=jnp.max(underflow).astype(jnp.float32),
         error=jnp.max(error).astype(jnp.float32),
     )
     before = worst_of([jax.tree.map(jnp.zeros_like, health), *operands])
-    made = jnp.where(before.diverged > 0, 0, health.diverged)
+    # Operands may be infinite on purpose, as a mask is: then what counts is an overflow
+    # that float32 does not have, or a NaN.
+    made_nan = jnp.where(before.nan > 0, 0, health.nan)
+    made = jnp.maximum(made_nan, health.diverged)
+    made = jnp.where(before.diverged > 0, 0, made)
     made = jnp.where(before.nonfinite > 0, made, health.nonfinite)
     added_underflow = _excess(health.underflow, before.underflow)
     added_error = _excess(health.error, before.error)
@@ -212,9 +221,12 @@ def passed_on(
     Reference: `measure` of its result, with `health` among the operands.
     """
     magnitudes = statistics.magnitudes.at[4:].set(0.0)
-    nonfinite, diverged = health.nonfinite * times, health.diverged * times
-    counts = jnp.stack([nonfinite, jnp.int32(0), jnp.int32(-NEVER)])
-    health = health._replace(nonfinite=nonfinite, diverged=diverged)
+    health = health._replace(
+        nonfinite=health.nonfinite * times,
+        diverged=health.diverged * times,
+        nan=health.nan * times,
+    )
+    counts = jnp.stack([health.nonfinite, jnp.int32(0), jnp.int32(-NEVER)])
     return Statistics(magnitudes, counts), health
 
 

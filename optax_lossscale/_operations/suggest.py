@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from optax_lossscale._autocast.policy import LISTED, LOW, MOVES
+from optax_lossscale._autocast.policy import LISTED, LOW, MOVES, UnknownScopeError
 from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import (
     Badness,
@@ -103,11 +104,11 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
         chosen = _choose(operations.badness, tried, limit)
         if chosen is not None:
             return sorted(chosen)
-    error = operations.badness([x.name for x in candidates]).error
+    names = [candidate.name for candidate in candidates]
     raise ValueError(
-        f"`tolerance` must be one that can be reached, got {tolerance}: with "
-        f"{[x.name for x in candidates]} in float32 the error is {error:.3g}. (Pass a "
-        "function that is written for float32, and without its own `autocast`.)"
+        f"`tolerance` must be one that can be reached, got {tolerance}: it is not with "
+        f"any of {names} in float32. (Pass a function that is written for float32, and "
+        "without its own `autocast`.)"
     )
 
 
@@ -123,8 +124,10 @@ def _choose(
         tried = {}
         for candidate in candidates:
             if candidate.name not in chosen:
-                tried[candidate.name] = badness([*chosen, candidate.name])
-                if tried[candidate.name] <= limit:
+                # JAX moves casts out of a loop, and forgets the scopes around it.
+                with contextlib.suppress(UnknownScopeError):
+                    tried[candidate.name] = badness([*chosen, candidate.name])
+                if tried.get(candidate.name, worst) <= limit:
                     break
         best = min(tried, key=lambda name: tried[name], default=None)
         if best is None or tried[best] >= worst:

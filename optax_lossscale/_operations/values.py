@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,6 +15,9 @@ from optax_lossscale._operations.statistics import Health, Statistics, measure
 from optax_lossscale._tree import is_floating
 
 Pair = tuple[Any, Any]  # An array and its reference, or None if both are one.
+
+
+_REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
 
 
 class Value(NamedTuple):
@@ -111,6 +115,7 @@ class Frame(NamedTuple):
       tape: Where its operations are recorded.
       context: What surrounds its programs.
       is_forward: For each result, whether more than gradients depend on it.
+      is_live: For each result, whether anything depends on it.
     """
 
     run: Callable[..., list[Value]]
@@ -119,6 +124,7 @@ class Frame(NamedTuple):
     tape: Tape
     context: Context
     is_forward: list[bool]
+    is_live: list[bool]
 
 
 def as_argument(array: Any) -> Value:
@@ -134,17 +140,22 @@ def of_number(number: Any) -> Value:
     return as_argument(jnp.asarray(number))
 
 
+def is_float(array: Any) -> bool:
+    """Whether an array is floating; a `jax.Ref` is none."""
+    return not isinstance(array, _REFERENCES) and is_floating(array)
+
+
 def of_arrays(array: Any, reference: Any, is_scaled: bool = False) -> Value:
     """The value of an array whose health is not known."""
     health = None
-    if is_floating(array):
+    if is_float(array):
         _, health = measure([array], [reference], [], np.int32(0))
     return Value(array, reference, health, is_scaled)
 
 
 def widened(array: Any) -> Any:
     """An array in float32 if it is narrower, else the very same object."""
-    if not is_floating(array):
+    if not is_float(array):
         return array
     dtype = jnp.result_type(array)
     if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 32:
@@ -159,7 +170,7 @@ def pairs_of(values: Sequence[Value]) -> list[Pair]:
 
 def separate_pairs_of(values: Sequence[Value]) -> list[Pair]:
     """The same, with a reference for each floating array, as a loop carries them."""
-    return [(x.array, x.reference if is_floating(x.array) else None) for x in values]
+    return [(x.array, x.reference if is_float(x.array) else None) for x in values]
 
 
 def of_pairs(pairs: Sequence[Pair], is_scaled: Sequence[bool]) -> list[Value]:

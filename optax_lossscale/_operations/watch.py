@@ -29,9 +29,10 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
         value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
         (loss, grads), layers = ols.diagnostics.watch(value_and_grad)(params, x, y)
 
-    The results of `fun` keep their bits. The numbers cost a pass over the results of
-    matrix products, convolutions and half-precision operations, so compile one step
-    with them and one without. To compare with float32, use `trace_operations`.
+    The results of `fun` are the same, but for the last bit, where XLA now fuses other
+    operations. The numbers cost a pass over each result in half precision, so compile
+    one step with them and one without. Results in float32 do not count, because they do
+    not overflow. To compare with float32, use `trace_operations`.
 
     Args:
       fun: A pure function of pytrees, such as the one that `scaled_value_and_grad`
@@ -40,13 +41,13 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 
     Returns:
       A function with the arguments of `fun` that returns a pair: the results of `fun`,
-      and a dict. Its keys are the scopes that hold such operations, as `"Net/Dense_0"`,
+      and a dict. Its keys are the scopes that hold such results, as `"Net/Dense_0"`,
       each a module or a `jax.named_scope`; `""` stands for what is in none. Its values
-      are dicts of four `f32[]`:
+      are dicts of up to four `f32[]`; those of a pass without such results are missing:
 
       * `largest`: the largest magnitude, infinite if an entry is NaN or infinite;
       * `flushed`: the largest share of nonzero entries that one cast to half precision
-        rounded to zero, from 0 to 1;
+        rounded to zero, from 0 to 1 (matrix products are not looked into);
       * `grad_largest`, `grad_flushed`: the same of the backward pass, in which all
         magnitudes are multiplied by the loss scale.
 
@@ -62,7 +63,7 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
       >>> step = jax.jit(ols.diagnostics.watch(jax.value_and_grad(loss_fn)))
       >>> (loss, grads), layers = step(jnp.ones((3, 2)), jnp.full((1, 3), 7.0))
       >>> print(layers["layer"]["largest"], layers["layer"]["grad_largest"])
-      21.0 3.5
+      21.0 0.5
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
@@ -98,12 +99,11 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 def _by_scope(tape: Tape) -> dict[str, dict[str, jax.Array]]:
     """The largest numbers of the operations in each scope."""
     layers: dict[str, dict[str, jax.Array]] = {}
-    zero = jnp.zeros((), jnp.float32)
     for record, statistics in zip(tape.records, tape.statistics, strict=True):
-        layer = layers.setdefault("/".join(record.scope), dict.fromkeys(_NAMES, zero))
+        layer = layers.setdefault("/".join(record.scope), {})
         names = _NAMES[2:] if record.is_transposed else _NAMES[:2]
         for name, number in zip(names, statistics.magnitudes, strict=True):
-            layer[name] = jnp.maximum(layer[name], number)
+            layer[name] = jnp.maximum(layer.get(name, 0.0), number)
     return layers
 
 

@@ -75,7 +75,8 @@ def plot_operations(
     is_backward = np.array([x.is_backward for x in operations])
     is_finite = np.isfinite(computed)
     # Of two dots in one place the upper one would hide the other.
-    differs = is_finite & (np.abs(computed - reference) > 0.1 * np.abs(reference))
+    with np.errstate(invalid="ignore", over="ignore"):
+        differs = is_finite & (np.abs(computed - reference) > 0.1 * np.abs(reference))
     size = float(np.clip(3000 / len(operations), 4, 36))
     for chosen, numbers, color, label in (
         (differs, reference, "#888888", "in float32, where it differs"),

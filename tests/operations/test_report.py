@@ -103,8 +103,9 @@ def test_operations_that_received_nonfinite_numbers_are_counted_and_left_out(cap
 def test_nonfinite_arguments_are_pointed_at(capsys):
     lines = printed(capsys, [operation(nonfinite=6, largest=math.inf)])
     assert lines == [
-        "1 operations ran. None made NaN or infinity, but 1 received some. "
-        "(Look at the arguments.)",
+        "1 operations ran. None made NaN or infinity; 1 received some from an "
+        "argument, or from a constant such as a mask of -infinity. (If the loss is "
+        "NaN, look at the arguments.)",
         NOTHING,
     ]
 

@@ -77,7 +77,7 @@ def test_the_numbers_are_scalars_of_float32_for_each_scope():
     _, layers = watched_step()[1](WEIGHTS, X, 1.0)
     assert set(layers) == {"", "layer0", "layer1"}
     for layer in layers.values():
-        assert set(layer) == NAMES
+        assert set(layer) <= NAMES
         assert {(x.shape, x.dtype.name) for x in layer.values()} == {((), "float32")}
 
 
@@ -94,7 +94,7 @@ def test_the_largest_magnitude_of_a_scope_is_that_of_numpy():
     # The cast of the weight stands in the scope, too.
     largest = max(np.max(np.abs(product)), np.max(np.abs(3 * W)))
     np.testing.assert_allclose(layers["layer"]["largest"], largest, rtol=2e-3)
-    assert layers["layer"]["grad_largest"] == 0
+    assert set(layers["layer"]) == {"largest", "flushed"}  # Nothing runs backward.
 
 
 def test_casts_that_overflow_or_flush_are_told_by_scope():
@@ -239,8 +239,8 @@ def test_modules_of_equinox_are_named():
 def test_modules_of_nnx_are_updated_once():
     watched, plain = Net(), Net()
     for _ in range(2):
-        results, layers = watch(mean_square)(watched, ROWS)
-        expected = mean_square(plain, ROWS)
+        results, layers = watch(ols.autocast(mean_square))(watched, ROWS)
+        expected = ols.autocast(mean_square)(plain, ROWS)
     np.testing.assert_allclose(results, expected, rtol=1e-5)
     for actual, other in zip(arrays_of(watched), arrays_of(plain), strict=True):
         np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
@@ -252,7 +252,7 @@ def test_a_module_can_be_watched_itself():
     watched, plain = Net(), Net()
     results, layers = watch(watched)(ROWS)
     np.testing.assert_allclose(results, plain(ROWS), rtol=1e-5, atol=1e-6)
-    assert set(layers) == {"Net/linear"}
+    assert layers == {}  # It runs in float32.
     assert_same_bits(watched.dropout.rngs.count[...], plain.dropout.rngs.count[...])
 
 
