@@ -1,10 +1,11 @@
 """Times `trace_operations` and `watch` on a transformer of twelve layers.
 
-    python benchmarks/traced_operations.py
+    python benchmarks/traced_operations.py [--batch N] [--length N]
 
 The first call compiles each kind of operation, so it is made in this new process.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import optax_lossscale as ols
 from _lib.models import Decoder, next_token_loss, random_key
 from _lib.tables import print_table, versions
 
-BATCH, LENGTH, WIDTH, LAYERS = 4, 128, 256, 12
+WIDTH, LAYERS = 256, 12
 STEPS = 5  # Of each of the two compiled steps, in turn.
 
 
@@ -74,12 +75,17 @@ def time_watching(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str
 
 def main() -> None:
     """Prints two tables."""
-    model = Decoder(vocabulary=256, length=LENGTH, width=WIDTH, depth=LAYERS)
-    tokens = jax.random.randint(random_key(0), (BATCH, LENGTH), 0, 256)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=2, help="how many sequences")
+    parser.add_argument("--length", type=int, default=64, help="tokens in each")
+    args = parser.parse_args()
+    shape = (args.batch, args.length)
+    model = Decoder(vocabulary=256, length=args.length, width=WIDTH, depth=LAYERS)
+    tokens = jax.random.randint(random_key(0), shape, 0, 256)
     params, loss_fn = model.init(random_key(1), tokens), next_token_loss(model)
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
-    shape = f"{LAYERS} layers, {size:.1f} million parameters, {BATCH} x {LENGTH} tokens"
-    print(f"{versions()}; {shape}\n")
+    print(f"{versions()}; {LAYERS} layers, {size:.1f} million parameters")
+    print(f"{args.batch} x {args.length} tokens\n")
     print_table(time_tracing(loss_fn, params, tokens))
     print()
     print_table(time_watching(loss_fn, params, tokens))

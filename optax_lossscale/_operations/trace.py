@@ -175,7 +175,7 @@ def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
         norm += float(np.sum(np.abs(reference) ** 2))
     error = math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
     magnitudes = [x.magnitudes for x in jax.device_get(tape.statistics)]
-    diverged = sum(x == math.inf and y < math.inf for x, y, *_ in magnitudes)
+    diverged = sum(bool(x == math.inf and y < math.inf) for x, y, *_ in magnitudes)
     return Badness(bad / max(size, 1.0), diverged if bad else 0, error)
 
 
