@@ -30,9 +30,10 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
         (loss, grads), layers = ols.diagnostics.watch(value_and_grad)(params, x, y)
 
     The results of `fun` are the same, but for the last bit, where XLA now fuses other
-    operations. The numbers cost a pass over each result in half precision, so compile
-    one step with them and one without. Results in float32 do not count, because they do
-    not overflow. To compare with float32, use `trace_operations`.
+    operations. The numbers cost a pass over each result in half precision: on a CPU the
+    gradient takes about twice as long, so compile one step with them and one without.
+    Results in float32 do not count, because they do not overflow. To compare with
+    float32, use `trace_operations`.
 
     Args:
       fun: A pure function of pytrees, such as the one that `scaled_value_and_grad`
