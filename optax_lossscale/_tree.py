@@ -27,7 +27,7 @@ from optax_lossscale._types import Mask, PyTree
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 # They describe an array, and stand for it where no entries are needed.
 _ABSTRACT = (jax.ShapeDtypeStruct, jax.core.AbstractValue)
-_REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
+REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
 
 
 def dtype_of(leaf: object) -> np.dtype | None:
@@ -60,7 +60,7 @@ def is_floating(leaf: object) -> bool:
     if isinstance(leaf, float | complex) or is_floating_array(leaf):
         return True
     is_foreign = hasattr(type(leaf), "__array__") and dtype_of(leaf) is None
-    if is_foreign or isinstance(leaf, _REFERENCES):
+    if is_foreign or isinstance(leaf, REFERENCES):
         raise TypeError(
             "every array must be one of JAX or NumPy, got one of type "
             f"{type(leaf).__name__}. (Convert it with `jnp.asarray`, or read a "

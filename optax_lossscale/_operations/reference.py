@@ -13,7 +13,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast.products import low_product_p, product_of, split
 from optax_lossscale._jaxprs import bind, evaluate, programs_of
-from optax_lossscale._operations.values import Value, is_float, widened
+from optax_lossscale._operations.values import Value, is_narrow, widened
 from optax_lossscale._tree import wide_dtype
 
 
@@ -63,11 +63,6 @@ def _is_reference(output: Any, array: Any) -> bool:
     dtype = jnp.result_type(array)
     dtype = wide_dtype(dtype) if is_narrow(array) else dtype
     return jnp.shape(output) == jnp.shape(array) and jnp.result_type(output) == dtype
-
-
-def is_narrow(array: Any) -> bool:
-    """Whether an array has fewer than 32 bits."""
-    return is_float(array) and jnp.finfo(jnp.result_type(array)).bits < 32
 
 
 def _programs_in(equation: core.JaxprEqn) -> list[Any]:

@@ -86,10 +86,10 @@ def _summary(operations: Sequence[Operation]) -> list[str]:
         ]
     received = nonfinite - made
     text = f"{ran}, {made} of them made NaN or infinity, and {received} received some."
-    return [text, f"The first: {describe(first)}"]
+    return [text, f"The first: {_describe(first)}"]
 
 
-def describe(operation: Operation) -> str:
+def _describe(operation: Operation) -> str:
     """One operation that made nonfinite numbers, and why it did, in a sentence."""
     which = "backward" if operation.is_backward else "forward"
     scope = f" in {operation.scope}" if operation.scope else ""

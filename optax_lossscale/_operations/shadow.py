@@ -27,7 +27,7 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale._operations.dependence import needed
 from optax_lossscale._operations.nesting import NESTINGS
-from optax_lossscale._operations.reference import in_float32, is_narrow, is_saturation
+from optax_lossscale._operations.reference import in_float32, is_saturation
 from optax_lossscale._operations.statistics import (
     Health,
     Statistics,
@@ -44,6 +44,7 @@ from optax_lossscale._operations.values import (
     Value,
     as_argument,
     is_float,
+    is_narrow,
     of_number,
 )
 

@@ -101,7 +101,7 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
     # What keeps all products in float32 helps always, and leaves nothing to gain.
     some = [x for x in candidates if x.name not in LOW and x.products != products]
     for tried in (some, candidates):
-        chosen = _choose(operations.badness, tried, limit)
+        chosen = _choose(operations.badness, tried, now, limit)
         if chosen is not None:
             return sorted(chosen)
     names = [candidate.name for candidate in candidates]
@@ -115,11 +115,14 @@ def suggest_full_precision(operations: Operations, tolerance: float) -> list[str
 def _choose(
     badness: Callable[[Sequence[str]], Badness],
     candidates: Sequence[_Candidate],
+    worst: Badness,
     limit: Badness,
 ) -> list[str] | None:
-    """The names of some candidates that reach the limit, or None if these cannot."""
+    """The names of some candidates that reach the limit, or None if these cannot.
+
+    `worst` is how bad the gradients are with none of them.
+    """
     chosen: list[str] = []
-    worst = badness(chosen)
     while worst > limit:
         tried = {}
         for candidate in candidates:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from optax_lossscale._operations.statistics import Health, Statistics, measure
-from optax_lossscale._tree import is_floating
+from optax_lossscale._tree import REFERENCES, is_floating
 
 Pair = tuple[Any, Any]  # An array and its reference, or None if both are one.
-
-
-_REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
 
 
 class Value(NamedTuple):
@@ -142,7 +138,7 @@ def of_number(number: Any) -> Value:
 
 def is_float(array: Any) -> bool:
     """Whether an array is floating; a `jax.Ref` is none."""
-    return not isinstance(array, _REFERENCES) and is_floating(array)
+    return not isinstance(array, REFERENCES) and is_floating(array)
 
 
 def of_arrays(array: Any, reference: Any, is_scaled: bool = False) -> Value:
@@ -153,14 +149,14 @@ def of_arrays(array: Any, reference: Any, is_scaled: bool = False) -> Value:
     return Value(array, reference, health, is_scaled)
 
 
+def is_narrow(array: Any) -> bool:
+    """Whether an array has fewer than 32 bits."""
+    return is_float(array) and jnp.finfo(jnp.result_type(array)).bits < 32
+
+
 def widened(array: Any) -> Any:
     """An array in float32 if it is narrower, else the very same object."""
-    if not is_float(array):
-        return array
-    dtype = jnp.result_type(array)
-    if jnp.issubdtype(dtype, jnp.complexfloating) or jnp.finfo(dtype).bits >= 32:
-        return array
-    return lax.convert_element_type(array, jnp.float32)
+    return lax.convert_element_type(array, jnp.float32) if is_narrow(array) else array
 
 
 def pairs_of(values: Sequence[Value]) -> list[Pair]:
