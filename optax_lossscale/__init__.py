@@ -42,6 +42,7 @@ Mixed precision:
   takes half-precision inputs, such as a fused kernel.
 * `autocast_report` prints the dtype in which each operation computes, and why.
 * `cast_params` casts parameters to half precision, and `master_weights` trains them.
+  `full_masters` and `set_full_masters` read and replace their float32 masters.
 
 States and metrics:
 
@@ -73,6 +74,7 @@ from optax_lossscale import diagnostics, plotting, presets
 from optax_lossscale._autocast.markers import full_precision, low_precision
 from optax_lossscale._autocast.report import autocast_report
 from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._cast_params import cast_params
 from optax_lossscale._finite import all_finite, max_magnitude
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._headroom import headroom_loss_scale
@@ -82,7 +84,11 @@ from optax_lossscale._keras.optimizer import (
     loss_scale_optimizer,
 )
 from optax_lossscale._masking import where_applied
-from optax_lossscale._master_weights import cast_params, master_weights
+from optax_lossscale._master_weights import (
+    full_masters,
+    master_weights,
+    set_full_masters,
+)
 from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
@@ -122,6 +128,7 @@ __all__ = [
     "ema_params",
     "finalize_params",
     "find_loss_scale_state",
+    "full_masters",
     "full_precision",
     "get_loss_scale",
     "headroom_loss_scale",
@@ -138,6 +145,7 @@ __all__ = [
     "scale",
     "scaled_grad",
     "scaled_value_and_grad",
+    "set_full_masters",
     "set_loss_scale",
     "smooth_loss_scale",
     "static_loss_scale",

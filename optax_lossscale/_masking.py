@@ -195,7 +195,7 @@ def run_masked(
     written, and XLA on CPU copies the old moments for that. So under `jit` each moment
     is masked as soon as it is computed, and everything that follows reads the masked
     one. If the step is good this is the same value; if it is skipped, everything that
-    follows is discarded anyway.
+    follows is discarded anyway. The same is done with the updates.
 
     Args:
       is_applied: `bool[]`. False if the step is skipped.
@@ -242,8 +242,8 @@ def _run_masked_early(
         return None
     inner = call.params["jaxpr"]
     structure = jax.tree.structure(shapes)
-    moments = _moments(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
-    ordered = inner.replace(jaxpr=_masked_early(inner.jaxpr, moments))
+    early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
+    ordered = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     inputs = [
         atom.val if isinstance(atom, core.Literal) else values[atom]
@@ -254,37 +254,53 @@ def _run_masked_early(
     return results
 
 
-def _moments(updates: PyTree, new: PyTree) -> set[core.Var]:
-    """The variables of the masked moments.
+def _masked_arrays(updates: PyTree, new: PyTree) -> tuple[set[core.Var], set[core.Var]]:
+    """The variables of the masked moments, and of the masked updates.
 
     Moments are arrays of the state that have the shape of an update. Masking the rest
     early saves nothing, and must not happen to a count: if a skipped first step left it
     at zero, a bias correction would divide by zero, and `jax_debug_nans` would raise.
     """
     shapes = {update.aval.shape for update in jax.tree.leaves(updates)} - {()}
-    return {
-        variable
-        for variable in jax.tree.leaves(new)
-        if variable.aval.shape in shapes
-        and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    }
+
+    def arrays(tree: PyTree) -> set[core.Var]:
+        return {
+            variable
+            for variable in jax.tree.leaves(tree)
+            if variable.aval.shape in shapes
+            and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+        }
+
+    return arrays(new), arrays(updates)
 
 
-def _masked_early(program: core.Jaxpr, moments: set[core.Var]) -> core.Jaxpr:
-    """Masks each moment right after it is computed, and lets the rest read that."""
-    given = {*program.invars, *program.constvars}
-    masks: dict[core.Var, core.JaxprEqn] = {}
-    equations = []
+def _masked_early(
+    program: core.Jaxpr, moments: set[core.Var], updates: set[core.Var]
+) -> core.Jaxpr:
+    """Masks arrays right after they are computed, and lets the rest read those.
+
+    `master_weights` computes its state from the updates. If it reads the masked ones,
+    as `optax.apply_updates` does, XLA for TPU computes both in one kernel.
+    """
+    constants: list[core.JaxprEqn] = []
+    computed: list[core.JaxprEqn] = []
     for equation in program.eqns:
-        unmasked = _masked_by(equation, moments, given)
-        # A moment that fills two places of the state has two masks. The second stays
-        # where it is, and reads the first.
-        if unmasked is None or unmasked in masks:
-            equations.append(equation)
-        else:
-            masks[unmasked] = equation
+        is_constant = all(isinstance(atom, core.Literal) for atom in equation.invars)
+        (constants if is_constant else computed).append(equation)
+    given = {*program.invars, *program.constvars}
+    given |= {variable for equation in constants for variable in equation.outvars}
+    masks: dict[core.Var, core.JaxprEqn] = {}
+    for results in (moments, updates):
+        for equation in computed:
+            unmasked = _masked_by(equation, results, given)
+            # An array that is returned twice has two masks. The second stays where it
+            # is, and reads the first.
+            if unmasked is not None and unmasked not in masks:
+                masks[unmasked] = equation
+    moved = set(map(id, masks.values()))
+    equations = [each for each in computed if id(each) not in moved]
 
-    ordered: list[core.JaxprEqn] = []
+    ordered = constants
     masked: dict[int, core.Var] = {}  # By identity, since a literal has no hash.
     for equation in equations:
         if not masked.keys().isdisjoint(map(id, equation.invars)):
@@ -300,10 +316,10 @@ def _masked_early(program: core.Jaxpr, moments: set[core.Var]) -> core.Jaxpr:
 
 
 def _masked_by(
-    equation: core.JaxprEqn, moments: set[core.Var], given: set[core.Var]
+    equation: core.JaxprEqn, results: set[core.Var], given: set[core.Var]
 ) -> core.Var | None:
     """The variable that an equation masks, if it may do so as soon as that is known."""
-    if equation.primitive is not lax.select_n_p or equation.outvars[0] not in moments:
+    if equation.primitive is not lax.select_n_p or equation.outvars[0] not in results:
         return None
     *others, new = equation.invars
     if isinstance(new, core.Literal) or new in given:

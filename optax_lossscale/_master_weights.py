@@ -1,100 +1,50 @@
-"""Parameters in half precision, and float32 masters for them."""
+"""Float32 masters of parameters in half precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._bits import keep_rounding
-from optax_lossscale._checks import check_optimizer
-from optax_lossscale._normalization import in_normalization
-from optax_lossscale._state import MasterWeightsState
+from optax_lossscale._checks import check_flag, check_optimizer
+from optax_lossscale._remainders import (
+    REMAINDER,
+    can_have_remainder,
+    first_remainder,
+    join_master,
+    remainder_of,
+    round_master,
+)
+from optax_lossscale._state import (
+    MASTER_WEIGHTS_STATES,
+    CompactMasterWeightsState,
+    MasterWeightsState,
+)
 from optax_lossscale._tree import (
     cast_abstract,
     copy_wide,
     dtype_of,
+    find_by_type,
     is_absent,
     is_narrow,
-    path_name,
+    is_numeric,
+    unwrapped,
     wide_param,
     widen,
 )
 from optax_lossscale._types import PyTree
 
-_CASTABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
-
-
-def cast_params(
-    params: optax.Params,
-    dtype: jax.typing.DTypeLike = jnp.float16,
-    *,
-    keep: Callable[[str, Any], bool] | None = None,
-) -> optax.Params:
-    """Casts parameters to a dtype, except for those that are kept.
-
-        x.astype(dtype)  for every float32, float16 or bfloat16 leaf x that is not kept
-
-    Use it before training at level O2: parameters then take half the memory, and
-    normalization layers stay in float32. Train them with `master_weights`, or small
-    updates are rounded away.
-
-    Args:
-      params: A pytree of arrays of any shape, such as the parameters of Flax, Haiku or
-        Equinox, or a module. `jax.ShapeDtypeStruct` leaves are cast like arrays, and
-        keep their shardings. Leaves of other dtypes are returned unchanged.
-      dtype: float16 or bfloat16, or float32 to cast back.
-      keep: A function of a leaf's path, such as `"layer/kernel"`, and the leaf. Where
-        it returns True the leaf is not cast. None keeps normalization layers, which are
-        recognized by the name of their class or of a key in the path: `LayerNorm_0`,
-        `batch_norm`, `norm1`, `ln_f`.
-
-    Returns:
-      The same tree, with every leaf of these dtypes that is not kept cast to `dtype`.
-
-    Raises:
-      ValueError: If `dtype` is not one of the three.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_lossscale as ols
-      >>> params = {"Dense_0": {"bias": jnp.ones(2)}, "LayerNorm_0": jnp.ones(2)}
-      >>> ols.cast_params(params)
-      {'Dense_0': {'bias': Array([1., 1.], dtype=float16)},
-       'LayerNorm_0': Array([1., 1.], dtype=float32)}
-
-    References:
-      `opt_level="O2"` of NVIDIA apex (https://nvidia.github.io/apex/amp.html).
-    """
-    if dtype is None or jnp.dtype(dtype) not in _CASTABLE:
-        name = None if dtype is None else jnp.dtype(dtype)
-        raise ValueError(f"`dtype` must be float16, bfloat16 or float32, got {name}.")
-    paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    if keep is None:
-        kept = in_normalization(params)
-    else:
-        kept = [keep(path_name(path), leaf) for path, leaf in paths_and_leaves]
-
-    def cast(leaf: Any) -> Any:
-        if dtype_of(leaf) not in _CASTABLE:
-            return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return cast_abstract(leaf, dtype)
-        return keep_rounding(jnp.asarray(leaf, dtype))
-
-    leaves = [
-        leaf if is_kept else cast(leaf)
-        for (_, leaf), is_kept in zip(paths_and_leaves, kept, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
+_State: TypeAlias = MasterWeightsState | CompactMasterWeightsState
 
 
 def master_weights(
-    inner: optax.GradientTransformation | optax.MultiSteps,
+    inner: optax.GradientTransformation | optax.MultiSteps, *, compact: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates half-precision parameters through a float32 copy of them.
+    """Updates half-precision parameters through float32 masters of them.
 
     Use it for parameters in float16 or bfloat16, where an update that is small beside
     its parameter (in float16, less than 2**-11 of it) would be rounded away. With
@@ -108,6 +58,19 @@ def master_weights(
     shrinks a thousandfold or more in one step, float32 may not hold
     `round(m) - params`. Then the master is set to the new value of the parameter.
 
+    **Compact masters.** With `compact=True` the state does not hold the masters, but
+    only the 16 bits that each of them has more than its parameter. Parameters and
+    masters then take 4 bytes together, as float32 parameters alone do, instead of 6.
+    The inner optimizer sees the same masters:
+
+    * bfloat16: every master that is not NaN is kept to the bit. A master midway
+      between two bfloat16 numbers is rounded away from zero, not to the even one.
+    * float16: masters of magnitude `2**-16` to 65504 are kept to the bit, smaller ones
+      to `2**-40`, and those that round to infinity may become infinite themselves.
+
+    The parameters and the state belong together, so save both: see `full_masters` and
+    `set_full_masters`.
+
     Add the updates with `optax.apply_updates`, which keeps the parameters' dtypes.
     Equinox's `apply_updates` makes them float32, so after each step cast the model
     back: `cast_params(eqx.apply_updates(model, updates))`, with the same `dtype` and
@@ -116,19 +79,24 @@ def master_weights(
     It may go around `loss_scaled` or inside it. The results are the same, except that
     inside, the option `check_updates` also skips a step that would take a float16
     parameter to infinity. If anything else changes a half-precision parameter, the next
-    update sets it back to its master.
+    update sets it back to its master. With compact masters it does not: the master
+    changes with the parameter.
 
     Args:
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
+      compact: Whether to hold 16 bits for each float16 or bfloat16 parameter, instead
+        of a float32 copy.
 
     Returns:
       An optimizer. Its `update` needs `params`, and its updates are float32 (for
       parameters in float8, float8). Parameters in float32 or wider, and Python numbers,
-      are updated as they would be without the wrapper.
+      are updated as they would be without the wrapper. Of these the state holds a copy
+      if masters are not compact.
 
     Raises:
-      TypeError: If `inner` is not an optimizer.
-      ValueError: From `update`, without `params`.
+      TypeError: If `inner` is not an optimizer, or `compact` is not a bool.
+      ValueError: From `update`, without `params`, with the state of the other form, or,
+        if masters are compact, with parameters in other dtypes than at first.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -138,48 +106,183 @@ def master_weights(
       >>> updates, state.master_params  # The third such step moves the parameter.
       (Array(0., dtype=float32), Array(0.9999, dtype=float32))
 
+      >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
+      >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
+      >>> state.remainders, ols.full_masters(params, state)
+      (Array(-13424, dtype=int16), Array(0.9999, dtype=float32))
+
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1
-      (https://arxiv.org/abs/1710.03740).
+      (https://arxiv.org/abs/1710.03740). Compact masters:
+      `DistributedFusedAdam(store_param_remainders=True)` of NVIDIA apex, which loses a
+      bit of some masters (https://github.com/NVIDIA/apex/issues/1842), and
+      https://github.com/pytorch/pytorch/issues/127189.
     """
     optimizer = check_optimizer("inner", inner)
+    is_compact = check_flag("compact", compact)
+    state_type = CompactMasterWeightsState if is_compact else MasterWeightsState
+    first_stored = _first_remainder if is_compact else copy_wide
 
-    def init(params: optax.Params) -> MasterWeightsState:
+    def init(params: optax.Params) -> _State:
         # Not made from the same masters, which some optimizers store themselves.
         inner_state = optimizer.init(jax.tree.map(wide_param, params))
-        return MasterWeightsState(jax.tree.map(copy_wide, params), inner_state)
+        return state_type(jax.tree.map(first_stored, params), inner_state)
 
     def update(
         updates: optax.Updates,
-        state: MasterWeightsState,
+        state: _State,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, MasterWeightsState]:
+    ) -> tuple[optax.Updates, _State]:
         if params is None:
             raise ValueError("`update` of `master_weights` needs `params`.")
+        _check_form(state, is_compact)
+        stored, inner_state = state
         params = jax.tree.map(_as_array, params)
-        # Full-precision parameters may have been changed elsewhere, so their present
-        # values are their masters.
-        master = jax.tree.map(
-            lambda p, m: m if _is_rounded(p, m) else p, params, state.master_params
-        )
+        if is_compact:
+            jax.tree.map(_check_dtype, params, stored)
+        master = jax.tree.map(_master_of, params, stored)
         updates, inner_state = optimizer.update(
-            jax.tree.map(wide_param, updates), state.inner_state, master, **extra_args
+            jax.tree.map(wide_param, updates), inner_state, master, **extra_args
         )
         moved = jax.tree.map(_move, updates, master, is_leaf=is_absent)
-        updates = jax.tree.map(_update_to, updates, params, moved, is_leaf=is_absent)
-        master = jax.tree.map(
-            _next_master, updates, params, moved, state.master_params, is_leaf=is_absent
+        updates = jax.tree.map(
+            _update_to, updates, params, moved, stored, is_leaf=is_absent
         )
-        return updates, MasterWeightsState(master, inner_state)
+        stored = jax.tree.map(
+            _next_stored, updates, params, moved, stored, is_leaf=is_absent
+        )
+        return updates, state_type(stored, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def full_masters(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
+    """Returns the float32 masters of half-precision parameters.
+
+    Use it to save or evaluate a model with all bits that were trained. It takes compact
+    masters and full ones.
+
+    Args:
+      params: The parameters that belong to this state.
+      opt_state: The state of an optimizer with `master_weights`, or any pytree that
+        holds such states. If there are several, as under `optax.partition`, each
+        parameter has its master in one of them.
+
+    Returns:
+      A tree like `params`, with masters in place of the parameters that have them, and
+      all other leaves unchanged.
+
+    Raises:
+      ValueError: If `opt_state` holds no masters, or those of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> params = {"w": jnp.bfloat16(1.0)}
+      >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
+      >>> updates, opt_state = tx.update(params, tx.init(params), params)
+      >>> ols.full_masters(optax.apply_updates(params, updates), opt_state)
+      {'w': Array(0.9999, dtype=float32)}
+    """
+    leaves, structure = _leaves(params)
+    stored = _stored_by_leaf(opt_state, leaves)
+    return structure.unflatten(map(_master_of, leaves, stored))
+
+
+def set_full_masters(
+    params: optax.Params, opt_state: optax.OptState, masters: optax.Params
+) -> tuple[optax.Params, optax.OptState]:
+    """Returns parameters and state with other masters; everything else is unchanged.
+
+        full_masters(*set_full_masters(params, opt_state, masters)) = masters
+
+    Use it to start from float32 parameters without losing bits, or to go from full to
+    compact masters and back:
+
+        params = cast_params(masters, jnp.bfloat16)
+        opt_state = tx.init(params)
+        params, opt_state = set_full_masters(params, opt_state, masters)
+
+    Args:
+      params: The parameters; only their dtypes and shapes are used.
+      opt_state: As for `full_masters`.
+      masters: A tree like `params`, of any floating dtypes.
+
+    Returns:
+      New `params`, which are the rounded masters, and the `opt_state` that belongs to
+      them. With compact masters use these parameters and not those of `cast_params`,
+      which rounds some numbers otherwise.
+
+    Raises:
+      ValueError: If `opt_state` holds no masters, or if `masters`, `params` and the
+        state do not belong together.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> trained = {"w": jnp.float32(0.1)}
+      >>> params = ols.cast_params(trained, jnp.bfloat16)
+      >>> opt_state = ols.master_weights(optax.sgd(1e-4), compact=True).init(params)
+      >>> params, opt_state = ols.set_full_masters(params, opt_state, trained)
+      >>> params, ols.full_masters(params, opt_state)
+      ({'w': Array(0.100098, dtype=bfloat16)}, {'w': Array(0.1, dtype=float32)})
+    """
+    leaves, structure = _leaves(params)
+    wanted, _ = _leaves(masters)
+    shapes = [[_shape(leaf) for leaf in each] for each in (wanted, leaves)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "`masters` must have the structure and the shapes of `params`, got shapes "
+            f"{shapes[0]} instead of {shapes[1]}."
+        )
+    stored = _stored_by_leaf(opt_state, leaves)
+    rounded = list(map(_round, wanted, leaves, stored))
+
+    def replace(node: PyTree) -> PyTree:
+        if not _is_state(node):
+            return node
+        stored, structure = _leaves(node[0])
+        new = map(_store, wanted, rounded, stored)
+        return type(node)(structure.unflatten(new), node.inner_state)
+
+    state = jax.tree.map(replace, opt_state, is_leaf=_is_state)
+    return structure.unflatten(rounded), state
+
+
 def _as_array(param: PyTree) -> PyTree:
-    """Makes an array of a Python number."""
+    """Makes an array of a Python number or a wrapped array."""
     is_number = isinstance(param, complex | float | int)
-    return jnp.asarray(param) if is_number else param
+    return jnp.asarray(param) if is_number else unwrapped(param)
+
+
+def _first_remainder(param: PyTree) -> PyTree:
+    """What is stored for a parameter at first if masters are compact."""
+    if is_narrow(param):
+        return copy_wide(param)  # It lacks more than 16 bits.
+    if not can_have_remainder(dtype_of(param)):
+        return optax.MaskedNode()
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return jnp.zeros_like(cast_abstract(param, REMAINDER))
+    return first_remainder(unwrapped(param))
+
+
+def _is_remainder(param: PyTree, stored: PyTree) -> bool:
+    return can_have_remainder(dtype_of(param)) and dtype_of(stored) == REMAINDER
+
+
+def _is_rounded(param: PyTree, stored: PyTree) -> bool:
+    """Whether a parameter is a stored master, rounded to a narrower dtype."""
+    return not is_absent(stored) and dtype_of(param) != dtype_of(stored)
+
+
+def _master_of(param: PyTree, stored: PyTree) -> PyTree:
+    """The master of a parameter, for which a master or a remainder is stored.
+
+    Full-precision parameters may have been changed elsewhere, so their present values
+    are their masters.
+    """
+    if _is_remainder(param, stored):
+        return join_master(param, stored)
+    return stored if _is_rounded(param, stored) else param
 
 
 def _move(update: PyTree, master: PyTree) -> PyTree:
@@ -187,29 +290,113 @@ def _move(update: PyTree, master: PyTree) -> PyTree:
     return master if is_absent(update) else optax.apply_updates(master, update)
 
 
-def _is_rounded(param: PyTree, master: PyTree) -> bool:
-    """Whether a parameter is its master, rounded to a narrower dtype."""
-    return dtype_of(param) != dtype_of(master)
+def _round(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
+    """The rounded master, in the dtype of the parameter."""
+    if _is_remainder(param, stored):
+        return round_master(widen(master), param.dtype)
+    if dtype_of(param) is None:
+        return param
+    return keep_rounding(master.astype(param.dtype))
 
 
-def _update_to(update: PyTree, param: PyTree, master: PyTree) -> PyTree:
+def _update_to(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) -> PyTree:
     """The update that takes a parameter to its rounded master."""
-    if is_absent(update) or not _is_rounded(param, master):
+    if is_absent(update) or not _is_rounded(param, stored):
         return update
-    difference = widen(keep_rounding(master.astype(param.dtype))) - widen(param)
+    difference = widen(_round(master, param, stored)) - widen(param)
     if is_narrow(param):
         return keep_rounding(difference.astype(param.dtype))
     return difference
 
 
-def _next_master(
-    update: PyTree, param: PyTree, master: PyTree, last_master: PyTree
+def _next_stored(
+    update: PyTree, param: PyTree, master: PyTree, stored: PyTree
 ) -> PyTree:
-    """The master, or the new parameter where that is not the rounded master."""
-    if is_absent(update):
-        return last_master  # Not `master`, which may be the parameter's own buffer.
-    if not _is_rounded(param, master):
+    """The master or remainder, or that of the parameter if it has another value."""
+    if is_absent(update) or is_absent(stored):
+        return stored
+    if not _is_rounded(param, stored):
         return master
     becomes = param + update if is_narrow(param) else widen(param) + update
     becomes = keep_rounding(becomes.astype(param.dtype))
+    if _is_remainder(param, stored):
+        return remainder_of(master, becomes)
     return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))
+
+
+def _store(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
+    """What is stored for a master, in place of something else."""
+    if _is_remainder(param, stored):
+        return remainder_of(widen(master), param)
+    return stored if dtype_of(stored) is None else jnp.array(master, stored.dtype)
+
+
+def _check_form(state: _State, is_compact: bool) -> None:
+    """Refuses the state of full masters where they are compact, and vice versa."""
+    if isinstance(state, MASTER_WEIGHTS_STATES) and is_compact != isinstance(
+        state, CompactMasterWeightsState
+    ):
+        raise ValueError(
+            f"`state` must be one of `master_weights` with `compact={is_compact}`, got "
+            f"a {type(state).__name__}. (To convert one: `full_masters` and "
+            "`set_full_masters`.)"
+        )
+
+
+def _check_dtype(param: PyTree, stored: PyTree) -> None:
+    """Refuses a parameter of another dtype than `init` has seen."""
+    dtype = dtype_of(param)
+    if can_have_remainder(dtype) and is_absent(stored):
+        hint = "no remainder. (Was the state made from float32 parameters? Make it \
+from these ones, and then call `set_full_masters`.)"
+    elif dtype_of(stored) == REMAINDER and not can_have_remainder(dtype):
+        hint = "a remainder. (Has the model not been cast back? Equinox's \
+`apply_updates` does not keep dtypes.)"
+    else:
+        return
+    raise ValueError(
+        "`params` must have the dtypes of which the state was made, got a parameter "
+        f"of shape {jnp.shape(param)} in {dtype}, for which the state has {hint}"
+    )
+
+
+def _is_state(node: object) -> bool:
+    return isinstance(node, MASTER_WEIGHTS_STATES)
+
+
+def _leaves(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a tree, with those that are missing, and its structure."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_absent)
+    return list(map(_as_array, leaves)), structure
+
+
+def _shape(leaf: PyTree) -> tuple[int, ...] | None:
+    return jnp.shape(leaf) if is_numeric(leaf) else None
+
+
+def _stored_by_leaf(opt_state: optax.OptState, params: list[Any]) -> list[Any]:
+    """What a state stores for each parameter: a master, a remainder, or None."""
+    states = [node for _, node in find_by_type(opt_state, MASTER_WEIGHTS_STATES)]
+    if not states:
+        raise ValueError(
+            "`opt_state` must hold masters, got none in a tree of type "
+            f"{type(opt_state).__name__}. (Wrap the optimizer: "
+            "`master_weights(optimizer)`.)"
+        )
+    columns = [_leaves(state[0])[0] for state in states]
+    for column in columns:
+        shapes = [
+            (_shape(stored), _shape(param))
+            for stored, param in itertools.zip_longest(column, params)
+            if not is_absent(stored)
+        ]
+        if any(stored != param for stored, param in shapes):
+            raise ValueError(
+                "`params` must be the parameters of this state, got shapes "
+                f"{[param for _, param in shapes]} where it stores masters of shapes "
+                f"{[stored for stored, _ in shapes]}."
+            )
+    return [
+        next((stored for stored in row if not is_absent(stored)), None)
+        for row in zip(*columns, strict=True)
+    ]

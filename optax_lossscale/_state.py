@@ -87,6 +87,23 @@ class MasterWeightsState(NamedTuple):
     inner_state: PyTree
 
 
+class CompactMasterWeightsState(NamedTuple):
+    """State of `master_weights` with `compact=True`.
+
+    Attributes:
+      remainders: `i16`, of the parameters' shapes: the bits that float16 and bfloat16
+        parameters lack. `optax.MaskedNode()` for other parameters, and float32 masters
+        for those in float8.
+      inner_state: State of the inner optimizer.
+    """
+
+    remainders: PyTree
+    inner_state: PyTree
+
+
+MASTER_WEIGHTS_STATES = (MasterWeightsState, CompactMasterWeightsState)
+
+
 class Unscaled(NamedTuple):
     """The `rule_state` of `no_loss_scale()`, whose gradients are never unscaled."""
 

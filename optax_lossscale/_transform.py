@@ -24,9 +24,10 @@ from optax_lossscale._rules import (
 )
 from optax_lossscale._scaling import unscale
 from optax_lossscale._state import (
+    MASTER_WEIGHTS_STATES,
+    CompactMasterWeightsState,
     LossScaledState,
     LossScaleState,
-    MasterWeightsState,
     as_array,
     with_arrays,
 )
@@ -185,7 +186,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         if is_identity(rule):
             return LossScaledState(rule.init(), optimizer.init(parameters_of(params)))
-        inner_state = optimizer.init(jax.tree.map(wide_param, parameters_of(params)))
+        inner_state = _init_inner(optimizer, parameters_of(params))
         _check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
 
@@ -246,6 +247,32 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _init_inner(
+    optimizer: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> optax.OptState:
+    """The state of the inner optimizer, for float32 parameters.
+
+    Compact masters depend on the dtypes of the parameters themselves.
+    """
+
+    def is_compact(node: object) -> bool:
+        return isinstance(node, CompactMasterWeightsState)
+
+    state = optimizer.init(jax.tree.map(wide_param, params))
+    if not find_by_type(state, CompactMasterWeightsState):
+        return state
+    # Dropped first, so that no moments are held twice.
+    state = jax.tree.map(
+        lambda node: None if is_compact(node) else node, state, is_leaf=is_compact
+    )
+    return jax.tree.map(
+        lambda own, wide: own if is_compact(own) else wide,
+        optimizer.init(params),
+        state,
+        is_leaf=is_compact,
+    )
+
+
 def _update_alone(
     optimizer: optax.GradientTransformationExtraArgs,
     updates: optax.Updates,
@@ -286,7 +313,7 @@ def _wide_params(
     else:
         check_structure(grads, params, message)
         params = without_held(params, grads)
-    if find_by_type(inner_state, MasterWeightsState):
+    if find_by_type(inner_state, MASTER_WEIGHTS_STATES):
         return params  # `master_weights` rounds its masters to these dtypes.
     return jax.tree.map(wide_param, params)
 

@@ -230,7 +230,7 @@ def _unique_path(keys: Any, others: Sequence[Any]) -> str:
     return next(unique, jax.tree_util.keystr(keys))
 
 
-def find_by_type(tree: PyTree, kind: type) -> list[tuple[Any, Any]]:
+def find_by_type(tree: PyTree, kind: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
     """Path and value of every node of a type, except those inside another one."""
 
     def is_one(node: object) -> bool:

@@ -16,6 +16,7 @@ from optax_lossscale import _masking
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
+    mask_results,
     mask_state,
     mask_updates,
     run_masked,
@@ -213,6 +214,42 @@ def test_updates_are_computed_from_the_masked_state():
     unmasked = mask.invars[2]
     assert [e for e in program.eqns if unmasked in e.invars] == [mask]
     assert any(moment in e.invars for e in program.eqns)
+
+
+def test_a_state_that_is_computed_from_the_update_reads_the_masked_update():
+    # `apply_updates` reads it too, so XLA can compute both in one kernel.
+    def follow(grads, state):
+        new = -2 * grads
+        return new, state + new
+
+    def run(finite, grads, state):
+        return masked(finite, grads, state, follow)
+
+    outer = jax.make_jaxpr(run)(GOOD, GRADS, OLD["moment"]).jaxpr
+    (call,) = outer.eqns
+    program = call.params["jaxpr"].jaxpr
+    masked_update, _ = program.outvars
+    (mask,) = [e for e in program.eqns if masked_update in e.outvars]
+    assert [e for e in program.eqns if mask.invars[2] in e.invars] == [mask]
+    assert any(masked_update in e.invars for e in program.eqns)
+    for finite in (GOOD, BAD):
+        expected = mask_results(finite, *follow(GRADS, OLD["moment"]), OLD["moment"])
+        assert_same_bits(jax.jit(run)(finite, GRADS, OLD["moment"]), expected)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_an_update_that_is_the_new_moment_too_is_masked_as_each(finite):
+    def run(grads, state):
+        new = state + grads
+        return new, (new, new * 2)
+
+    state = OLD["moment"], GRADS
+    finite = jnp.asarray(finite)
+    expected = mask_results(finite, *run(GRADS, OLD["moment"]), state)
+    got = jax.jit(
+        lambda grads, state: run_masked(finite, lambda: run(grads, state[0]), state)
+    )(GRADS, state)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("way", ["jit", "vmap in jit", "scan"])

@@ -1,0 +1,158 @@
+"""The bits of a float32 master that its half-precision parameter lacks.
+
+A master is written in the format of its parameter, extended by 16 bits of mantissa. For
+bfloat16 that is float32 itself. For float16 it has 26 bits of mantissa, 3 more than
+float32, and it ends where float16 does: its smallest number is `2**-40`. Without the
+sign, the extended bits are an integer of 31 bits. Rounded to the upper 15, they are the
+bits of the parameter, and the remainder completes these:
+
+    parameter = round(extended / 2**16)
+    remainder = extended - 2**16 * parameter, from -2**15 to 2**15 - 1
+
+bfloat16 is rounded half away from zero. Half to even, an even parameter would have a
+tie on both sides, and thus one remainder too many. float16 is rounded half to even, as
+casts do. There the largest remainder stands for `2**15` too, which is right unless the
+master is smaller than `2**-16`, because those of larger ones are even.
+
+All this is integer arithmetic, because XLA leaves out some casts.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+REMAINDER = jnp.dtype(jnp.int16)
+_BFLOAT16 = jnp.dtype(jnp.bfloat16)
+_FLOAT16 = jnp.dtype(jnp.float16)
+_SIGN = 0x8000
+_UNSIGNED = 0x7FFF
+_INFINITY = {_BFLOAT16: 0x7F80, _FLOAT16: 0x7C00}
+_NAN = {_BFLOAT16: 0x7FC0, _FLOAT16: 0x7E00}
+_INFINITY_32 = 0x7F800000
+# float16 has less exponents than float32, by 112 at each end, and 13 bits less of
+# mantissa. Extended, it has 3 more.
+_EXPONENTS = 112 << 23
+_LEAST_NORMAL_32 = 113 << 23
+_LEAST_NORMAL = 1 << 26
+_LEAST = 2.0**-40
+
+
+def can_have_remainder(dtype: jnp.dtype | None) -> bool:
+    """Whether parameters of a dtype are completed by remainders."""
+    return dtype in _INFINITY
+
+
+# Jitted, here and below, so that outside `jit` it is one dispatch.
+@partial(jax.jit, static_argnames="dtype")
+def round_master(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The parameter of a float32 master, in float16 or bfloat16."""
+    extended = _extended(master, dtype)
+    is_even = 1 - ((extended >> 16) & 1)
+    half = 0x8000 if dtype == _BFLOAT16 else 0x8000 - is_even
+    magnitude = (extended + half) >> 16
+    if dtype == _FLOAT16:  # The extended bits of small masters are rounded already.
+        small = jnp.minimum(_magnitude(master), _LEAST_NORMAL_32)
+        count = _count(small, 2.0**-24)
+        magnitude = jnp.where(small < _LEAST_NORMAL_32, count, magnitude)
+    bits = (magnitude | _sign(master)).astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+@jax.jit
+def remainder_of(master: jax.Array, param: jax.Array) -> jax.Array:
+    """The remainder that completes a parameter to its master, `i16`.
+
+    A parameter that is zero may lose its sign when an update is added, so that of its
+    master is in the remainder.
+
+    If the parameter is not the rounded master, the remainder completes it to its own
+    value.
+    """
+    bits, sign = _bits(param), _sign(master)
+    magnitude = bits & _UNSIGNED
+    remainder = _extended(master, param.dtype) - (magnitude << 16)
+    largest = _UNSIGNED if param.dtype == _BFLOAT16 else _SIGN
+    is_near = (remainder >= -_SIGN) & (remainder <= largest)
+    has_sign = (bits & _SIGN == sign) | (magnitude == 0)
+    remainder = jnp.minimum(remainder, _UNSIGNED)
+    remainder = jnp.where(magnitude == 0, remainder - sign, remainder)
+    return jnp.where(
+        is_near & has_sign, remainder.astype(REMAINDER), first_remainder(param)
+    )
+
+
+@jax.jit
+def first_remainder(param: jax.Array) -> jax.Array:
+    """The remainder that completes a parameter to its own value."""
+    return jnp.where(_bits(param) == _SIGN, -_SIGN, 0).astype(REMAINDER)
+
+
+@jax.jit
+def join_master(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """The float32 master of a parameter and its remainder.
+
+    If the parameter was changed since, the master is within half a unit of its last
+    place of it, whatever the remainder.
+    """
+    bits, remainder = _bits(param), remainder.astype(jnp.int32)
+    magnitude, infinity = bits & _UNSIGNED, _INFINITY[param.dtype]
+    is_zero = magnitude == 0
+    is_negative = jnp.where(is_zero, remainder < 0, bits >= _SIGN)
+    remainder = jnp.where(is_zero, remainder & _UNSIGNED, remainder)
+    # What is more than infinity would be NaN.
+    remainder = jnp.where(magnitude == infinity, jnp.minimum(remainder, 0), remainder)
+    extended = (magnitude << 16) + remainder
+    wide = extended if param.dtype == _BFLOAT16 else _from_extended_float16(extended)
+    signed = wide | jnp.where(is_negative, jnp.int32(-(2**31)), 0)
+    return lax.bitcast_convert_type(signed, jnp.float32)
+
+
+def _extended(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The magnitude of a master in the extended format of a dtype, `i32`."""
+    magnitude = _magnitude(master)
+    extended = magnitude if dtype == _BFLOAT16 else _to_extended_float16(magnitude)
+    return jnp.where(magnitude > _INFINITY_32, _NAN[dtype] << 16, extended)
+
+
+def _to_extended_float16(magnitude: jax.Array) -> jax.Array:
+    """The extended bits of float16 for those of float32; infinity from `2**16` on."""
+    normal = (jnp.minimum(magnitude, 143 << 23) - _EXPONENTS) << 3
+    small = jnp.minimum(magnitude, _LEAST_NORMAL_32)
+    return jnp.where(small < _LEAST_NORMAL_32, _count(small, _LEAST), normal)
+
+
+def _count(magnitude: jax.Array, unit: float) -> jax.Array:
+    """How often a unit fits in a float32 number with these bits, rounded to nearest."""
+    count = lax.bitcast_convert_type(magnitude, jnp.float32) / unit
+    return lax.round(count, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+
+
+def _from_extended_float16(extended: jax.Array) -> jax.Array:
+    """The bits of float32 for the extended ones of float16."""
+    count = extended.astype(jnp.float32) * _LEAST
+    normal = ((extended + 4) >> 3) + _EXPONENTS
+    is_finite = extended < _INFINITY[_FLOAT16] << 16
+    return jnp.where(
+        extended < _LEAST_NORMAL,
+        lax.bitcast_convert_type(count, jnp.int32),
+        jnp.where(is_finite, normal, normal + _EXPONENTS),
+    )
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The bits of an array of 16-bit or float32 numbers, `i32`."""
+    if array.dtype.itemsize == 2:
+        return lax.bitcast_convert_type(array, jnp.uint16).astype(jnp.int32)
+    return lax.bitcast_convert_type(array, jnp.int32)
+
+
+def _magnitude(master: jax.Array) -> jax.Array:
+    """The bits of a float32 master without its sign."""
+    return _bits(master) & 0x7FFFFFFF
+
+
+def _sign(master: jax.Array) -> jax.Array:
+    """The sign bit of a master, in the place that it has in the parameter."""
+    return jnp.where(_bits(master) < 0, _SIGN, 0)
