@@ -28,8 +28,8 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _FLOAT16 = jnp.dtype(jnp.float16)
 _SIGN = 0x8000
 _UNSIGNED = 0x7FFF
-_INFINITY = {_BFLOAT16: 0x7F80, _FLOAT16: 0x7C00}
 _NAN = {_BFLOAT16: 0x7FC0, _FLOAT16: 0x7E00}
+_INFINITY = 31 << 26  # In extended float16.
 _INFINITY_32 = 0x7F800000
 # float16 has less exponents than float32, by 112 at each end, and 13 bits less of
 # mantissa. Extended, it has 3 more.
@@ -41,7 +41,7 @@ _LEAST = 2.0**-40
 
 def can_have_remainder(dtype: jnp.dtype | None) -> bool:
     """Whether parameters of a dtype are completed by remainders."""
-    return dtype in _INFINITY
+    return dtype in _NAN
 
 
 # Jitted, here and below, so that outside `jit` it is one dispatch.
@@ -67,20 +67,16 @@ def remainder_of(master: jax.Array, param: jax.Array) -> jax.Array:
     A parameter that is zero may lose its sign when an update is added, so that of its
     master is in the remainder.
 
-    If the parameter is not the rounded master, the remainder completes it to its own
-    value.
+    If the parameter is not the nearest one to the master, the remainder completes it to
+    its own value.
     """
-    bits, sign = _bits(param), _sign(master)
-    magnitude = bits & _UNSIGNED
+    magnitude = _bits(param) & _UNSIGNED
     remainder = _extended(master, param.dtype) - (magnitude << 16)
     largest = _UNSIGNED if param.dtype == _BFLOAT16 else _SIGN
-    is_near = (remainder >= -_SIGN) & (remainder <= largest)
-    has_sign = (bits & _SIGN == sign) | (magnitude == 0)
+    is_nearest = (remainder >= -_SIGN) & (remainder <= largest)
     remainder = jnp.minimum(remainder, _UNSIGNED)
-    remainder = jnp.where(magnitude == 0, remainder - sign, remainder)
-    return jnp.where(
-        is_near & has_sign, remainder.astype(REMAINDER), first_remainder(param)
-    )
+    remainder = jnp.where(magnitude == 0, remainder - _sign(master), remainder)
+    return jnp.where(is_nearest, remainder, 0).astype(REMAINDER)
 
 
 @jax.jit
@@ -93,16 +89,14 @@ def first_remainder(param: jax.Array) -> jax.Array:
 def join_master(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """The float32 master of a parameter and its remainder.
 
-    If the parameter was changed since, the master is within half a unit of its last
-    place of it, whatever the remainder.
+    If a finite parameter was changed since, the master is within half a unit of its
+    last place of it, whatever the remainder.
     """
     bits, remainder = _bits(param), remainder.astype(jnp.int32)
-    magnitude, infinity = bits & _UNSIGNED, _INFINITY[param.dtype]
+    magnitude = bits & _UNSIGNED
     is_zero = magnitude == 0
     is_negative = jnp.where(is_zero, remainder < 0, bits >= _SIGN)
     remainder = jnp.where(is_zero, remainder & _UNSIGNED, remainder)
-    # What is more than infinity would be NaN.
-    remainder = jnp.where(magnitude == infinity, jnp.minimum(remainder, 0), remainder)
     extended = (magnitude << 16) + remainder
     wide = extended if param.dtype == _BFLOAT16 else _from_extended_float16(extended)
     signed = wide | jnp.where(is_negative, jnp.int32(-(2**31)), 0)
@@ -133,7 +127,7 @@ def _from_extended_float16(extended: jax.Array) -> jax.Array:
     """The bits of float32 for the extended ones of float16."""
     count = extended.astype(jnp.float32) * _LEAST
     normal = ((extended + 4) >> 3) + _EXPONENTS
-    is_finite = extended < _INFINITY[_FLOAT16] << 16
+    is_finite = extended < _INFINITY
     return jnp.where(
         extended < _LEAST_NORMAL,
         lax.bitcast_convert_type(count, jnp.int32),

@@ -23,6 +23,7 @@ dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
 ema_params(opt_state, *, path=None)
 finalize_params(params, opt_state, *, path=None)
 find_loss_scale_state(tree, *, path=None)
+full_masters(params, opt_state)
 full_precision(fun)
 get_loss_scale(tree)
 headroom_loss_scale(init_scale=2.0**15, *, history=2400, recent=64, margin_bits=0.75,
@@ -36,13 +37,14 @@ loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=N
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
     check_updates=False)
 low_precision(fun)
-master_weights(inner)
+master_weights(inner, *, compact=False)
 max_magnitude(tree, *, axis_name=None)
 no_loss_scale()
 raise_if_stalled(tree, max_consecutive=50)
 scale(tree, state)
 scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
+set_full_masters(params, opt_state, masters)
 set_loss_scale(tree, value, *, path=None)
 smooth_loss_scale(init_scale=2.0**15, *, growth_bits=1e-3, backoff_bits=1.0,
     min_scale=2.0**-24, max_scale=2.0**24)

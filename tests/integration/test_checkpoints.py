@@ -29,11 +29,14 @@ RULES = {
     "headroom": ols.headroom_loss_scale(history=4, recent=2),
     "none": ols.no_loss_scale(),
 }
+COMPACT = "dynamic, compact masters"
+RULES[COMPACT] = RULES["dynamic"]
 GRADS = [1.0, 3.0, np.nan, 0.01, 2.0, np.inf, np.inf, 0.5, -1.0]
 
 
 def optimizer(rule):
-    return ols.loss_scaled(adam(), RULES[rule])
+    inner = ols.master_weights(adam(), compact=True) if rule == COMPACT else adam()
+    return ols.loss_scaled(inner, RULES[rule])
 
 
 @functools.cache

@@ -68,6 +68,7 @@ def options_of(precision: str) -> argparse.Namespace:
         ("float16-unscaled", ols.autocast, jnp.float32, 1.0),
         ("O2", ols.autocast(level="O2"), jnp.float32, 2.0**15),
         ("masters", ols.autocast(level="O2"), jnp.float16, 2.0**15),
+        ("compact-masters", ols.autocast(level="O2"), jnp.float16, 2.0**15),
     ],
 )
 def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scale):
@@ -87,7 +88,7 @@ def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scal
     assert ("f16" in programs[0]) == (precision != "float32")
     state = with_loss_scale(optax.sgd(0.1), options).init(params)
     assert ols.get_loss_scale(state) == loss_scale
-    assert len(PRECISIONS) == 6
+    assert len(PRECISIONS) == 7
 
 
 def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():
@@ -159,7 +160,8 @@ def test_the_policy_that_plays_is_nearer_to_the_trained_one_in_float16(tmp_path)
 @pytest.mark.parametrize("task", SMALL)
 def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ["--precision", "masters", "--folder"]
+    precision = "compact-masters" if task == "gpt" else "masters"
+    options = ["--precision", precision, "--folder"]
     run(task, *options, whole, "--json", tmp_path / "whole.json")
     options += [killed, "--json", tmp_path / "killed.json"]
     process = subprocess.Popen(command(task, *options), stderr=subprocess.DEVNULL)
@@ -175,6 +177,17 @@ def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
     log = (killed / "log.jsonl").read_text()
     assert log == (whole / "log.jsonl").read_text()
     assert [json.loads(line)["step"] for line in log.splitlines()] == [5, 10, 15, 20]
+
+
+@pytest.mark.slow
+def test_the_gpt_trains_to_the_same_bits_with_compact_masters(tmp_path):
+    curves = []
+    for precision in ("masters", "compact-masters"):
+        path = tmp_path / precision
+        run("gpt", "--precision", precision, "--json", path)
+        curves.append(result(path)["records"])
+    assert curves[0] == curves[1]
+    assert curves[0][-1]["loss"] < curves[0][0]["loss"]
 
 
 @pytest.mark.slow
