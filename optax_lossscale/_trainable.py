@@ -1,4 +1,4 @@
-"""What of a tree is trained: differentiated in an argument, updated in parameters."""
+"""What of a tree is trained, and how the inner optimizer of `loss_scaled` sees it."""
 
 import operator
 from collections.abc import Callable
@@ -8,7 +8,16 @@ import jax
 import optax
 
 from optax_lossscale._nnx import flatten, is_module, is_state, split_state
-from optax_lossscale._tree import dtype_of, is_absent, is_floating_array, is_numeric
+from optax_lossscale._state import MASTER_WEIGHTS_STATES, CompactMasterWeightsState
+from optax_lossscale._tree import (
+    check_structure,
+    dtype_of,
+    find_by_type,
+    is_absent,
+    is_floating_array,
+    is_numeric,
+    wide_param,
+)
 from optax_lossscale._types import PyTree
 
 
@@ -73,3 +82,47 @@ def without_held(params: optax.Params, grads: optax.Updates) -> optax.Params:
         return None if is_held else param
 
     return jax.tree.map(keep, grads, params, is_leaf=is_absent)
+
+
+def init_inner(
+    optimizer: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> optax.OptState:
+    """The state of the inner optimizer, for float32 parameters.
+
+    Compact masters depend on the dtypes of the parameters themselves.
+    """
+
+    def is_compact(node: object) -> bool:
+        return isinstance(node, CompactMasterWeightsState)
+
+    params = parameters_of(params)
+    state = optimizer.init(jax.tree.map(wide_param, params))
+    if not find_by_type(state, CompactMasterWeightsState):
+        return state
+    # Dropped first, so that no moments are held twice.
+    state = jax.tree.map(
+        lambda node: None if is_compact(node) else node, state, is_leaf=is_compact
+    )
+    return jax.tree.map(
+        lambda own, wide: own if is_compact(own) else wide,
+        optimizer.init(params),
+        state,
+        is_leaf=is_compact,
+    )
+
+
+def wide_params(
+    params: optax.Params | None, grads: optax.Updates, inner_state: optax.OptState
+) -> optax.Params | None:
+    """Checks parameters against the gradients, and widens them for the optimizer."""
+    if params is None:
+        return None
+    message = "`updates` must have the tree structure of `params`"
+    if isinstance(params, optax.LookaheadParams):
+        check_structure(grads, params.fast, message)
+    else:
+        check_structure(grads, params, message)
+        params = without_held(params, grads)
+    if find_by_type(inner_state, MASTER_WEIGHTS_STATES):
+        return params  # `master_weights` rounds its masters to these dtypes.
+    return jax.tree.map(wide_param, params)

@@ -24,23 +24,24 @@ from optax_lossscale._rules import (
 )
 from optax_lossscale._scaling import unscale
 from optax_lossscale._state import (
-    MASTER_WEIGHTS_STATES,
-    CompactMasterWeightsState,
     LossScaledState,
     LossScaleState,
     as_array,
     with_arrays,
 )
-from optax_lossscale._trainable import parameters_of, without_held
+from optax_lossscale._trainable import (
+    init_inner,
+    parameters_of,
+    wide_params,
+    without_held,
+)
 from optax_lossscale._tree import (
-    check_structure,
     find_by_type,
     is_absent,
     is_narrow,
     resolve_mask,
     strengthen,
     where_true,
-    wide_param,
 )
 from optax_lossscale._types import AxisName, Mask, PyTree
 from optax_lossscale._verdict import agree, as_leaf, judge, reject_unless, repair_scale
@@ -186,7 +187,7 @@ def loss_scaled(
     def init(params: optax.Params) -> LossScaledState:
         if is_identity(rule):
             return LossScaledState(rule.init(), optimizer.init(parameters_of(params)))
-        inner_state = _init_inner(optimizer, parameters_of(params))
+        inner_state = init_inner(optimizer, params)
         _check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
 
@@ -211,7 +212,7 @@ def loss_scaled(
 
         grads, original_params = updates, params
         loss_scale_state, inner_state = state
-        params = _wide_params(params, grads, inner_state)
+        params = wide_params(params, grads, inner_state)
         mask = resolve_mask(unscale_mask, grads)
         loss_scale_state = _restore(loss_scale_state, first_state)
         loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
@@ -247,32 +248,6 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _init_inner(
-    optimizer: optax.GradientTransformationExtraArgs, params: optax.Params
-) -> optax.OptState:
-    """The state of the inner optimizer, for float32 parameters.
-
-    Compact masters depend on the dtypes of the parameters themselves.
-    """
-
-    def is_compact(node: object) -> bool:
-        return isinstance(node, CompactMasterWeightsState)
-
-    state = optimizer.init(jax.tree.map(wide_param, params))
-    if not find_by_type(state, CompactMasterWeightsState):
-        return state
-    # Dropped first, so that no moments are held twice.
-    state = jax.tree.map(
-        lambda node: None if is_compact(node) else node, state, is_leaf=is_compact
-    )
-    return jax.tree.map(
-        lambda own, wide: own if is_compact(own) else wide,
-        optimizer.init(params),
-        state,
-        is_leaf=is_compact,
-    )
-
-
 def _update_alone(
     optimizer: optax.GradientTransformationExtraArgs,
     updates: optax.Updates,
@@ -299,23 +274,6 @@ def _update_alone(
 
 def _at_one(state: LossScaleState) -> LossScaleState:
     return state._replace(loss_scale=jnp.ones_like(state.loss_scale))
-
-
-def _wide_params(
-    params: optax.Params | None, grads: optax.Updates, inner_state: optax.OptState
-) -> optax.Params | None:
-    """Checks parameters against the gradients, and widens them for the optimizer."""
-    if params is None:
-        return None
-    message = "`updates` must have the tree structure of `params`"
-    if isinstance(params, optax.LookaheadParams):
-        check_structure(grads, params.fast, message)
-    else:
-        check_structure(grads, params, message)
-        params = without_held(params, grads)
-    if find_by_type(inner_state, MASTER_WEIGHTS_STATES):
-        return params  # `master_weights` rounds its masters to these dtypes.
-    return jax.tree.map(wide_param, params)
 
 
 def _round_for_float8(
