@@ -44,6 +44,13 @@ def keep_rounding(array: jax.Array) -> jax.Array:
     return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)
 
 
+def same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Where two arrays of one dtype have the same bits; a zero is not its negative."""
+    unsigned = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    x_bits, y_bits = (lax.bitcast_convert_type(each, unsigned) for each in (x, y))
+    return x_bits == y_bits
+
+
 def split(x: jax.Array) -> Split:
     """Splits real floating numbers exactly, subnormal numbers included."""
     wide, unsigned, size, mantissa_bits = jnp.float32, jnp.uint32, 32, 23

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lossscale._bits import keep_rounding
+from optax_lossscale._bits import keep_rounding, same_bits
 from optax_lossscale._checks import check_flag, check_optimizer
 from optax_lossscale._remainders import (
     REMAINDER,
@@ -30,6 +30,7 @@ from optax_lossscale._tree import (
     dtype_of,
     find_by_type,
     is_absent,
+    is_floating,
     is_narrow,
     is_numeric,
     unwrapped,
@@ -65,11 +66,11 @@ def master_weights(
 
     * bfloat16: every master that is not NaN is kept to the bit. A master midway
       between two bfloat16 numbers is rounded away from zero, not to the even one.
-    * float16: masters of magnitude `2**-16` to 65504 are kept to the bit, smaller ones
-      to `2**-40`, and those that round to infinity may become infinite themselves.
+    * float16: masters of magnitude `2**-16` to 65504 are kept to the bit, and smaller
+      ones to `2**-40`. Those from 65536 on become infinite, as their parameters do.
 
-    The parameters and the state belong together, so save both: see `full_masters` and
-    `set_full_masters`.
+    Neither the parameters nor the state are complete without the other, so save both.
+    `full_masters` returns the masters, and `set_full_masters` replaces them.
 
     Add the updates with `optax.apply_updates`, which keeps the parameters' dtypes.
     Equinox's `apply_updates` makes them float32, so after each step cast the model
@@ -96,7 +97,8 @@ def master_weights(
     Raises:
       TypeError: If `inner` is not an optimizer, or `compact` is not a bool.
       ValueError: From `update`, without `params`, with the state of the other form, or,
-        if masters are compact, with parameters in other dtypes than at first.
+        if masters are compact, with a parameter for whose dtype the state was not made.
+        (Only float16 and bfloat16 cannot be told apart.)
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -104,7 +106,7 @@ def master_weights(
       >>> tx = ols.master_weights(optax.sgd(1e-4))
       >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
       >>> updates, state.master_params  # The third such step moves the parameter.
-      (Array(0., dtype=float32), Array(0.9999, dtype=float32))
+      (Array(-0., dtype=float32), Array(0.9999, dtype=float32))
 
       >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
       >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
@@ -140,8 +142,8 @@ def master_weights(
         stored, inner_state = state
         params = jax.tree.map(_as_array, params)
         if is_compact:
-            jax.tree.map(_check_dtype, params, stored)
-        master = jax.tree.map(_master_of, params, stored)
+            jax.tree.map(_check_dtype, params, stored, is_leaf=is_absent)
+        master = jax.tree.map(_master_of, params, stored, is_leaf=is_absent)
         updates, inner_state = optimizer.update(
             jax.tree.map(wide_param, updates), inner_state, master, **extra_args
         )
@@ -166,23 +168,24 @@ def full_masters(params: optax.Params, opt_state: optax.OptState) -> optax.Param
     Args:
       params: The parameters that belong to this state.
       opt_state: The state of an optimizer with `master_weights`, or any pytree that
-        holds such states. If there are several, as under `optax.partition`, each
-        parameter has its master in one of them.
+        holds such states. If there are several, as under `optax.partition`, no two of
+        them may hold a master of the same parameter.
 
     Returns:
-      A tree like `params`, with masters in place of the parameters that have them, and
-      all other leaves unchanged.
+      A tree like `params`, with masters in place of the parameters that have them. All
+      other leaves are those of `params` themselves, not copies.
 
     Raises:
-      ValueError: If `opt_state` holds no masters, or those of other parameters.
+      ValueError: If `opt_state` holds no masters, several for one parameter, or those
+        of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> params = {"w": jnp.bfloat16(1.0)}
       >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
       >>> updates, opt_state = tx.update(params, tx.init(params), params)
-      >>> ols.full_masters(optax.apply_updates(params, updates), opt_state)
-      {'w': Array(0.9999, dtype=float32)}
+      >>> updates, ols.full_masters(params, opt_state)
+      ({'w': Array(-0., dtype=float32)}, {'w': Array(0.9999, dtype=float32)})
     """
     leaves, structure = _leaves(params)
     stored = _stored_by_leaf(opt_state, leaves)
@@ -214,8 +217,7 @@ def set_full_masters(
       which rounds some numbers otherwise.
 
     Raises:
-      ValueError: If `opt_state` holds no masters, or if `masters`, `params` and the
-        state do not belong together.
+      ValueError: As `full_masters`, or if `masters` are not like `params`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -235,7 +237,11 @@ def set_full_masters(
             f"{shapes[0]} instead of {shapes[1]}."
         )
     stored = _stored_by_leaf(opt_state, leaves)
-    rounded = list(map(_round, wanted, leaves, stored))
+    rounded = [
+        # Copied, so that parameters, state and `masters` can all be donated.
+        jnp.array(_round(master, param, each)) if is_floating(param) else master
+        for master, param, each in zip(wanted, leaves, stored, strict=True)
+    ]
 
     def replace(node: PyTree) -> PyTree:
         if not _is_state(node):
@@ -271,7 +277,8 @@ def _is_remainder(param: PyTree, stored: PyTree) -> bool:
 
 def _is_rounded(param: PyTree, stored: PyTree) -> bool:
     """Whether a parameter is a stored master, rounded to a narrower dtype."""
-    return not is_absent(stored) and dtype_of(param) != dtype_of(stored)
+    are_absent = is_absent(param) or is_absent(stored)
+    return not are_absent and dtype_of(param) != dtype_of(stored)
 
 
 def _master_of(param: PyTree, stored: PyTree) -> PyTree:
@@ -280,9 +287,13 @@ def _master_of(param: PyTree, stored: PyTree) -> PyTree:
     Full-precision parameters may have been changed elsewhere, so their present values
     are their masters.
     """
-    if _is_remainder(param, stored):
-        return join_master(param, stored)
-    return stored if _is_rounded(param, stored) else param
+    if not _is_rounded(param, stored):
+        return param
+    if not _is_remainder(param, stored):
+        return stored
+    if isinstance(stored, jax.ShapeDtypeStruct):
+        return cast_abstract(stored, jnp.float32)
+    return join_master(param, jnp.asarray(stored))
 
 
 def _move(update: PyTree, master: PyTree) -> PyTree:
@@ -293,9 +304,7 @@ def _move(update: PyTree, master: PyTree) -> PyTree:
 def _round(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
     """The rounded master, in the dtype of the parameter."""
     if _is_remainder(param, stored):
-        return round_master(widen(master), param.dtype)
-    if dtype_of(param) is None:
-        return param
+        return round_master(master.astype(jnp.float32), param.dtype)
     return keep_rounding(master.astype(param.dtype))
 
 
@@ -303,7 +312,10 @@ def _update_to(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) ->
     """The update that takes a parameter to its rounded master."""
     if is_absent(update) or not _is_rounded(param, stored):
         return update
-    difference = widen(_round(master, param, stored)) - widen(param)
+    rounded = _round(master, param, stored)
+    difference = widen(rounded) - widen(param)
+    # Adding -0.0 changes no bit of a parameter, be it -0.0 or infinite.
+    difference = jnp.where(same_bits(rounded, param), -0.0, difference)
     if is_narrow(param):
         return keep_rounding(difference.astype(param.dtype))
     return difference
@@ -326,9 +338,11 @@ def _next_stored(
 
 def _store(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
     """What is stored for a master, in place of something else."""
+    if is_absent(stored) or not is_numeric(param):
+        return stored
     if _is_remainder(param, stored):
-        return remainder_of(widen(master), param)
-    return stored if dtype_of(stored) is None else jnp.array(master, stored.dtype)
+        return remainder_of(master.astype(jnp.float32), param)
+    return copy_wide(master.astype(stored.dtype) if is_floating(param) else master)
 
 
 def _check_form(state: _State, is_compact: bool) -> None:
@@ -344,20 +358,35 @@ def _check_form(state: _State, is_compact: bool) -> None:
 
 
 def _check_dtype(param: PyTree, stored: PyTree) -> None:
-    """Refuses a parameter of another dtype than `init` has seen."""
-    dtype = dtype_of(param)
-    if can_have_remainder(dtype) and is_absent(stored):
-        hint = "no remainder. (Was the state made from float32 parameters? Make it \
-from these ones, and then call `set_full_masters`.)"
-    elif dtype_of(stored) == REMAINDER and not can_have_remainder(dtype):
-        hint = "a remainder. (Has the model not been cast back? Equinox's \
-`apply_updates` does not keep dtypes.)"
-    else:
+    """Refuses a parameter for which a compact state does not store what it needs."""
+    got = dtype_of(stored)
+    if is_absent(param) or got == _stored_dtype(param):
         return
+    if got is None:
+        hint = (
+            "nothing. (Was the state made from float32 parameters? Make it from these "
+            "ones, then call `set_full_masters`.)"
+        )
+    elif got == REMAINDER:
+        hint = (
+            "a remainder. (Has the model not been cast back? Equinox's `apply_updates` "
+            "does not keep dtypes.)"
+        )
+    else:
+        hint = f"an array in {got}. (Has something else cast or restored the state?)"
     raise ValueError(
         "`params` must have the dtypes of which the state was made, got a parameter "
-        f"of shape {jnp.shape(param)} in {dtype}, for which the state has {hint}"
+        f"of shape {jnp.shape(param)} in {dtype_of(param)}, for which the state has "
+        f"{hint}"
     )
+
+
+def _stored_dtype(param: PyTree) -> np.dtype | None:
+    """The dtype of what a compact state stores for a parameter."""
+    if is_narrow(param):
+        return np.dtype(np.float32)
+    has_remainder = can_have_remainder(dtype_of(param))
+    return REMAINDER if has_remainder else None
 
 
 def _is_state(node: object) -> bool:
@@ -383,20 +412,34 @@ def _stored_by_leaf(opt_state: optax.OptState, params: list[Any]) -> list[Any]:
             f"{type(opt_state).__name__}. (Wrap the optimizer: "
             "`master_weights(optimizer)`.)"
         )
-    columns = [_leaves(state[0])[0] for state in states]
-    for column in columns:
-        shapes = [
-            (_shape(stored), _shape(param))
-            for stored, param in itertools.zip_longest(column, params)
-            if not is_absent(stored)
-        ]
-        if any(stored != param for stored, param in shapes):
-            raise ValueError(
-                "`params` must be the parameters of this state, got shapes "
-                f"{[param for _, param in shapes]} where it stores masters of shapes "
-                f"{[stored for stored, _ in shapes]}."
-            )
-    return [
-        next((stored for stored in row if not is_absent(stored)), None)
-        for row in zip(*columns, strict=True)
-    ]
+    found: list[Any] = [None] * len(params)
+    for state in states:
+        stored = _leaves(state[0])[0]
+        _check_shapes(stored, params)
+        for index, (each, param) in enumerate(zip(stored, params, strict=True)):
+            if is_absent(each):
+                continue
+            if isinstance(state, CompactMasterWeightsState):
+                _check_dtype(param, each)
+            if found[index] is not None:
+                raise ValueError(
+                    "`opt_state` must hold one master for each parameter, got several "
+                    f"for one of shape {jnp.shape(param)}. (Pass only the state of "
+                    "these parameters.)"
+                )
+            found[index] = each
+    return found
+
+
+def _check_shapes(stored: list[Any], params: list[Any]) -> None:
+    """Refuses masters of other parameters."""
+    if len(stored) == len(params) and all(
+        is_absent(each) or _shape(each) == _shape(param)
+        for each, param in zip(stored, params, strict=True)
+    ):
+        return
+    raise ValueError(
+        "`params` must be the parameters of this state, got shapes "
+        f"{list(map(_shape, params))} where it stores masters of shapes "
+        f"{list(map(_shape, stored))}."
+    )

@@ -18,12 +18,14 @@ All this is integer arithmetic, because XLA leaves out some casts.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-REMAINDER = jnp.dtype(jnp.int16)
+REMAINDER = np.dtype(np.int16)
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _FLOAT16 = jnp.dtype(jnp.float16)
 _SIGN = 0x8000
@@ -44,10 +46,25 @@ def can_have_remainder(dtype: jnp.dtype | None) -> bool:
     return dtype in _NAN
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_master(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The parameter of a float32 master, in float16 or bfloat16.
+
+    Its derivative is that of a cast.
+    """
+    bits = _rounded_bits(master, dtype).astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+@round_master.defjvp
+def _(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return round_master(*primals, dtype), tangents[0].astype(dtype)
+
+
 # Jitted, here and below, so that outside `jit` it is one dispatch.
 @partial(jax.jit, static_argnames="dtype")
-def round_master(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The parameter of a float32 master, in float16 or bfloat16."""
+def _rounded_bits(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The bits of a float32 master that is rounded to a dtype, `i32`."""
     extended = _extended(master, dtype)
     is_even = 1 - ((extended >> 16) & 1)
     half = 0x8000 if dtype == _BFLOAT16 else 0x8000 - is_even
@@ -56,8 +73,7 @@ def round_master(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
         small = jnp.minimum(_magnitude(master), _LEAST_NORMAL_32)
         count = _count(small, 2.0**-24)
         magnitude = jnp.where(small < _LEAST_NORMAL_32, count, magnitude)
-    bits = (magnitude | _sign(master)).astype(jnp.uint16)
-    return lax.bitcast_convert_type(bits, dtype)
+    return magnitude | _sign(master)
 
 
 @jax.jit
@@ -85,13 +101,24 @@ def first_remainder(param: jax.Array) -> jax.Array:
     return jnp.where(_bits(param) == _SIGN, -_SIGN, 0).astype(REMAINDER)
 
 
-@jax.jit
+@jax.custom_jvp
 def join_master(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """The float32 master of a parameter and its remainder.
 
     If a finite parameter was changed since, the master is within half a unit of its
-    last place of it, whatever the remainder.
+    last place of it, whatever the remainder. The derivative is that of a cast.
     """
+    return lax.bitcast_convert_type(_master_bits(param, remainder), jnp.float32)
+
+
+@join_master.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return join_master(*primals), tangents[0].astype(jnp.float32)
+
+
+@jax.jit
+def _master_bits(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """The bits of the master, `i32`."""
     bits, remainder = _bits(param), remainder.astype(jnp.int32)
     magnitude = bits & _UNSIGNED
     is_zero = magnitude == 0
@@ -99,8 +126,7 @@ def join_master(param: jax.Array, remainder: jax.Array) -> jax.Array:
     remainder = jnp.where(is_zero, remainder & _UNSIGNED, remainder)
     extended = (magnitude << 16) + remainder
     wide = extended if param.dtype == _BFLOAT16 else _from_extended_float16(extended)
-    signed = wide | jnp.where(is_negative, jnp.int32(-(2**31)), 0)
-    return lax.bitcast_convert_type(signed, jnp.float32)
+    return wide | jnp.where(is_negative, jnp.int32(-(2**31)), 0)
 
 
 def _extended(master: jax.Array, dtype: jnp.dtype) -> jax.Array:

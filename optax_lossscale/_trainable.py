@@ -103,12 +103,20 @@ def init_inner(
     state = jax.tree.map(
         lambda node: None if is_compact(node) else node, state, is_leaf=is_compact
     )
-    return jax.tree.map(
-        lambda own, wide: own if is_compact(own) else wide,
-        optimizer.init(params),
-        state,
-        is_leaf=is_compact,
-    )
+    own_state = optimizer.init(params)
+    try:
+        return jax.tree.map(
+            lambda own, wide: own if is_compact(own) else wide,
+            own_state,
+            state,
+            is_leaf=is_compact,
+        )
+    except ValueError as error:
+        raise ValueError(
+            "the state of `inner` must have the same structure for float32 parameters "
+            f"if it holds compact masters, got: {error}. (Do masks or labels depend on "
+            "the dtypes? Compute them from the parameters first.)"
+        ) from error
 
 
 def wide_params(

@@ -9,11 +9,14 @@ import numpy as np
 import optax
 
 from optax_lossscale._checks import SMALLEST_SCALE, check_flag, check_number
+from optax_lossscale._state import MASTER_WEIGHTS_STATES
 from optax_lossscale._tree import (
     copy_wide,
+    find_by_type,
     is_absent,
     is_floating,
     resolve_mask,
+    wide_dtype,
     wide_param,
 )
 from optax_lossscale._types import Mask, PyTree
@@ -81,7 +84,8 @@ def decay_first(
 
     def init(params: optax.Params) -> DecayFirstState:
         _decayed_params(mask, params)  # Raises if the mask does not fit them.
-        return DecayFirstState(jnp.zeros((), jnp.int32), inner.init(params))
+        inner_state = _without_masters("weight_decay", inner.init(params))
+        return DecayFirstState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
         updates: optax.Updates,
@@ -123,7 +127,8 @@ def average_after(
 
     def init(params: optax.Params) -> AverageAfterState:
         average = jax.tree.map(copy_wide, params)
-        return AverageAfterState(jnp.zeros((), jnp.int32), average, inner.init(params))
+        inner_state = _without_masters("use_ema", inner.init(params))
+        return AverageAfterState(jnp.zeros((), jnp.int32), average, inner_state)
 
     def update(
         updates: optax.Updates,
@@ -199,7 +204,8 @@ def accumulate_before(
     def multi_steps(tree: PyTree) -> optax.MultiSteps:
         # `MultiSteps` accumulates in float32 by default, which would round float64
         # gradients and drop the imaginary parts of complex ones.
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
+        dtypes = [wide_dtype(leaf.dtype) for leaf in leaves]
         dtype = np.result_type(np.float32, *dtypes)
         return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
 
@@ -287,6 +293,17 @@ def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
             "that makes one from them, such as the one in the documentation that goes "
             f"by names, got: {error}"
         ) from error
+
+
+def _without_masters(option: str, state: PyTree) -> PyTree:
+    """Refuses masters inside, which would not see what is done to the parameters."""
+    if find_by_type(state, MASTER_WEIGHTS_STATES):
+        raise ValueError(
+            f"`{option}` must be inside `master_weights`, got an inner optimizer with "
+            "masters. (Wrap the result instead: "
+            "`master_weights(loss_scale_optimizer(...))`.)"
+        )
+    return state
 
 
 def _wide_params(option: str, params: optax.Params | None) -> optax.Params:

@@ -7,6 +7,8 @@ NumPy says what the parameters must be. It takes about two minutes for each dtyp
 prints how many masters do not come back as they were.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,7 +20,7 @@ BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 CHUNK = 2**24
 
 
-@jax.jit(static_argnames="dtype")
+@partial(jax.jit, static_argnames="dtype")
 def split_and_join(bits: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Returns the bits of the parameters, and those of the joined masters."""
     masters = jax.lax.bitcast_convert_type(bits, jnp.float32)
