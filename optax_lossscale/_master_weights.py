@@ -12,8 +12,7 @@ import optax
 from optax_lossscale._bits import keep_rounding, same_bits
 from optax_lossscale._checks import check_flag, check_optimizer
 from optax_lossscale._remainders import (
-    REMAINDER,
-    can_have_remainder,
+    REMAINDERS,
     first_remainder,
     join_master,
     remainder_of,
@@ -22,6 +21,7 @@ from optax_lossscale._remainders import (
 from optax_lossscale._state import (
     MASTER_WEIGHTS_STATES,
     CompactMasterWeightsState,
+    LossScaleState,
     MasterWeightsState,
 )
 from optax_lossscale._tree import (
@@ -33,6 +33,7 @@ from optax_lossscale._tree import (
     is_floating,
     is_narrow,
     is_numeric,
+    path_name,
     unwrapped,
     wide_param,
     widen,
@@ -66,11 +67,14 @@ def master_weights(
 
     * bfloat16: every master that is not NaN is kept to the bit. A master midway
       between two bfloat16 numbers is rounded away from zero, not to the even one.
-    * float16: masters of magnitude `2**-16` to 65504 are kept to the bit, and smaller
-      ones to `2**-40`. Those from 65536 on become infinite, as their parameters do.
+    * float16: masters of magnitude `2**-16` to 65536 are kept to the bit. Smaller ones
+      are rounded to multiples of `2**-40`, and larger ones become infinite.
 
-    Neither the parameters nor the state are complete without the other, so save both.
+    (A CPU takes subnormal float32 numbers for zero when it computes with them.) Neither
+    the parameters nor the state are complete without the other, so save both.
     `full_masters` returns the masters, and `set_full_masters` replaces them.
+
+    Nothing may change the updates afterwards: schedules and clipping go inside.
 
     Add the updates with `optax.apply_updates`, which keeps the parameters' dtypes.
     Equinox's `apply_updates` makes them float32, so after each step cast the model
@@ -80,13 +84,13 @@ def master_weights(
     It may go around `loss_scaled` or inside it. The results are the same, except that
     inside, the option `check_updates` also skips a step that would take a float16
     parameter to infinity. If anything else changes a half-precision parameter, the next
-    update sets it back to its master. With compact masters it does not: the master
-    changes with the parameter.
+    update sets it back to its master. A compact master becomes the changed parameter
+    with the old 16 bits, which is at most half a unit of its last place away from it.
 
     Args:
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
       compact: Whether to hold 16 bits for each float16 or bfloat16 parameter, instead
-        of a float32 copy.
+        of a float32 copy. (Parameters in float8 have a float32 master all the same.)
 
     Returns:
       An optimizer. Its `update` needs `params`, and its updates are float32 (for
@@ -97,8 +101,7 @@ def master_weights(
     Raises:
       TypeError: If `inner` is not an optimizer, or `compact` is not a bool.
       ValueError: From `update`, without `params`, with the state of the other form, or,
-        if masters are compact, with a parameter for whose dtype the state was not made.
-        (Only float16 and bfloat16 cannot be told apart.)
+        if masters are compact, with a parameter in another dtype than at first.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -106,12 +109,13 @@ def master_weights(
       >>> tx = ols.master_weights(optax.sgd(1e-4))
       >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
       >>> updates, state.master_params  # The third such step moves the parameter.
-      (Array(-0., dtype=float32), Array(0.9999, dtype=float32))
+      (Array(0., dtype=float32), Array(0.9999, dtype=float32))
 
+      >>> params = jnp.bfloat16(1.0)  # 1 - 0.0001 is 1 - 1678 * 2**-24, rounded.
       >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
-      >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
+      >>> updates, state = tx.update(jnp.bfloat16(1.0), tx.init(params), params)
       >>> state.remainders, ols.full_masters(params, state)
-      (Array(-13424, dtype=int16), Array(0.9999, dtype=float32))
+      (Array(-1678, dtype=int16), Array(0.9999, dtype=float32))
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1
@@ -142,7 +146,12 @@ def master_weights(
         stored, inner_state = state
         params = jax.tree.map(_as_array, params)
         if is_compact:
-            jax.tree.map(_check_dtype, params, stored, is_leaf=is_absent)
+            jax.tree_util.tree_map_with_path(
+                lambda path, *leaves: _check_dtype(path_name(path), *leaves),
+                params,
+                stored,
+                is_leaf=is_absent,
+            )
         master = jax.tree.map(_master_of, params, stored, is_leaf=is_absent)
         updates, inner_state = optimizer.update(
             jax.tree.map(wide_param, updates), inner_state, master, **extra_args
@@ -151,6 +160,10 @@ def master_weights(
         updates = jax.tree.map(
             _update_to, updates, params, moved, stored, is_leaf=is_absent
         )
+        if find_by_type(inner_state, LossScaleState):
+            updates = jax.tree.map(
+                _keep_bits, updates, params, moved, stored, is_leaf=is_absent
+            )
         stored = jax.tree.map(
             _next_stored, updates, params, moved, stored, is_leaf=is_absent
         )
@@ -172,12 +185,12 @@ def full_masters(params: optax.Params, opt_state: optax.OptState) -> optax.Param
         them may hold a master of the same parameter.
 
     Returns:
-      A tree like `params`, with masters in place of the parameters that have them. All
-      other leaves are those of `params` themselves, not copies.
+      A tree like `params`, with masters in place of the parameters that have them. It
+      may share arrays with `params` and the state, so copy it if a step donates them.
 
     Raises:
-      ValueError: If `opt_state` holds no masters, several for one parameter, or those
-        of other parameters.
+      ValueError: If `opt_state` holds no masters, several for one parameter, none for
+        one in half precision, or those of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -185,10 +198,10 @@ def full_masters(params: optax.Params, opt_state: optax.OptState) -> optax.Param
       >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
       >>> updates, opt_state = tx.update(params, tx.init(params), params)
       >>> updates, ols.full_masters(params, opt_state)
-      ({'w': Array(-0., dtype=float32)}, {'w': Array(0.9999, dtype=float32)})
+      ({'w': Array(0., dtype=float32)}, {'w': Array(0.9999, dtype=float32)})
     """
     leaves, structure = _leaves(params)
-    stored = _stored_by_leaf(opt_state, leaves)
+    stored = _stored_by_leaf(opt_state, params)
     return structure.unflatten(map(_master_of, leaves, stored))
 
 
@@ -236,7 +249,7 @@ def set_full_masters(
             "`masters` must have the structure and the shapes of `params`, got shapes "
             f"{shapes[0]} instead of {shapes[1]}."
         )
-    stored = _stored_by_leaf(opt_state, leaves)
+    stored = _stored_by_leaf(opt_state, params)
     rounded = [
         # Copied, so that parameters, state and `masters` can all be donated.
         jnp.array(_round(master, param, each)) if is_floating(param) else master
@@ -264,15 +277,17 @@ def _first_remainder(param: PyTree) -> PyTree:
     """What is stored for a parameter at first if masters are compact."""
     if is_narrow(param):
         return copy_wide(param)  # It lacks more than 16 bits.
-    if not can_have_remainder(dtype_of(param)):
+    dtype = REMAINDERS.get(dtype_of(param))
+    if dtype is None:
         return optax.MaskedNode()
     if isinstance(param, jax.ShapeDtypeStruct):
-        return jnp.zeros_like(cast_abstract(param, REMAINDER))
+        return jnp.zeros_like(cast_abstract(param, dtype))
     return first_remainder(unwrapped(param))
 
 
 def _is_remainder(param: PyTree, stored: PyTree) -> bool:
-    return can_have_remainder(dtype_of(param)) and dtype_of(stored) == REMAINDER
+    dtype = dtype_of(stored)
+    return dtype is not None and dtype == REMAINDERS.get(dtype_of(param))
 
 
 def _is_rounded(param: PyTree, stored: PyTree) -> bool:
@@ -312,13 +327,22 @@ def _update_to(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) ->
     """The update that takes a parameter to its rounded master."""
     if is_absent(update) or not _is_rounded(param, stored):
         return update
-    rounded = _round(master, param, stored)
-    difference = widen(rounded) - widen(param)
-    # Adding -0.0 changes no bit of a parameter, be it -0.0 or infinite.
-    difference = jnp.where(same_bits(rounded, param), -0.0, difference)
+    difference = widen(_round(master, param, stored)) - widen(param)
     if is_narrow(param):
         return keep_rounding(difference.astype(param.dtype))
     return difference
+
+
+def _keep_bits(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) -> PyTree:
+    """Updates a parameter by -0.0 if it is its rounded master already.
+
+    So a step that is skipped inside changes no bit of a parameter, be it -0.0 or
+    infinite. (In a step that is skipped outside, all updates are -0.0.)
+    """
+    if is_absent(update) or not _is_rounded(param, stored):
+        return update
+    is_same = same_bits(_round(master, param, stored), param)
+    return jnp.where(is_same, jnp.full_like(update, -0.0), update)
 
 
 def _next_stored(
@@ -347,46 +371,47 @@ def _store(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
 
 def _check_form(state: _State, is_compact: bool) -> None:
     """Refuses the state of full masters where they are compact, and vice versa."""
-    if isinstance(state, MASTER_WEIGHTS_STATES) and is_compact != isinstance(
-        state, CompactMasterWeightsState
-    ):
-        raise ValueError(
-            f"`state` must be one of `master_weights` with `compact={is_compact}`, got "
-            f"a {type(state).__name__}. (To convert one: `full_masters` and "
-            "`set_full_masters`.)"
-        )
-
-
-def _check_dtype(param: PyTree, stored: PyTree) -> None:
-    """Refuses a parameter for which a compact state does not store what it needs."""
-    got = dtype_of(stored)
-    if is_absent(param) or got == _stored_dtype(param):
+    if isinstance(state, MASTER_WEIGHTS_STATES[is_compact]):
         return
-    if got is None:
-        hint = (
-            "nothing. (Was the state made from float32 parameters? Make it from these "
-            "ones, then call `set_full_masters`.)"
-        )
-    elif got == REMAINDER:
-        hint = (
-            "a remainder. (Has the model not been cast back? Equinox's `apply_updates` "
-            "does not keep dtypes.)"
-        )
+    if _is_state(state):
+        hint = "To convert it: `full_masters` and `set_full_masters`."
     else:
-        hint = f"an array in {got}. (Has something else cast or restored the state?)"
+        hint = (
+            "Pass what `init` or the last `update` returned. To add masters to a run, "
+            "make a new state with `init`, and replace its `inner_state`."
+        )
     raise ValueError(
-        "`params` must have the dtypes of which the state was made, got a parameter "
-        f"of shape {jnp.shape(param)} in {dtype_of(param)}, for which the state has "
-        f"{hint}"
+        f"`state` must be one of `master_weights` with `compact={is_compact}`, got a "
+        f"{type(state).__name__}. ({hint})"
     )
 
 
-def _stored_dtype(param: PyTree) -> np.dtype | None:
-    """The dtype of what a compact state stores for a parameter."""
-    if is_narrow(param):
-        return np.dtype(np.float32)
-    has_remainder = can_have_remainder(dtype_of(param))
-    return REMAINDER if has_remainder else None
+def _check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
+    """Refuses a parameter for which a compact state does not store what it needs."""
+    got, dtype = dtype_of(stored), dtype_of(param)
+    expected = np.dtype(np.float32) if is_narrow(param) else REMAINDERS.get(dtype)
+    if is_absent(param) or got == expected:
+        return
+    if got is None:
+        has = "no remainder"
+        hint = (
+            "Was the state made from float32 parameters, or with another `keep`? Make "
+            "it from these ones, then call `set_full_masters`."
+        )
+    elif got in REMAINDERS.values():
+        has = "a remainder of another dtype"
+        hint = (
+            "Has the model not been cast back, or to another dtype? Equinox's "
+            "`apply_updates` does not keep dtypes. Or are these the masters?"
+        )
+    else:
+        has = f"an array in {got}"
+        hint = "Has something else cast or restored the state?"
+    raise ValueError(
+        "`params` must have the dtypes of which the state was made, got parameter "
+        f"{name!r} of shape {jnp.shape(param)} in {dtype}, for which the state has "
+        f"{has}. ({hint})"
+    )
 
 
 def _is_state(node: object) -> bool:
@@ -403,31 +428,35 @@ def _shape(leaf: PyTree) -> tuple[int, ...] | None:
     return jnp.shape(leaf) if is_numeric(leaf) else None
 
 
-def _stored_by_leaf(opt_state: optax.OptState, params: list[Any]) -> list[Any]:
+def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[Any]:
     """What a state stores for each parameter: a master, a remainder, or None."""
     states = [node for _, node in find_by_type(opt_state, MASTER_WEIGHTS_STATES)]
     if not states:
+        is_swapped = find_by_type(params, MASTER_WEIGHTS_STATES)
+        hint = "Wrap the optimizer: `master_weights(optimizer)`."
+        hint = "Are the arguments swapped?" if is_swapped else hint
         raise ValueError(
             "`opt_state` must hold masters, got none in a tree of type "
-            f"{type(opt_state).__name__}. (Wrap the optimizer: "
-            "`master_weights(optimizer)`.)"
+            f"{type(opt_state).__name__}. ({hint})"
         )
-    found: list[Any] = [None] * len(params)
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_absent)[0]
+    names, leaves = [path_name(path) for path, _ in paths], _leaves(params)[0]
+    found: list[Any] = [None] * len(leaves)
     for state in states:
         stored = _leaves(state[0])[0]
-        _check_shapes(stored, params)
-        for index, (each, param) in enumerate(zip(stored, params, strict=True)):
+        _check_shapes(stored, leaves)
+        for index, each in enumerate(stored):
             if is_absent(each):
                 continue
-            if isinstance(state, CompactMasterWeightsState):
-                _check_dtype(param, each)
             if found[index] is not None:
                 raise ValueError(
                     "`opt_state` must hold one master for each parameter, got several "
-                    f"for one of shape {jnp.shape(param)}. (Pass only the state of "
-                    "these parameters.)"
+                    f"for {names[index]!r}. (Pass only the state of these parameters.)"
                 )
             found[index] = each
+    if all(isinstance(state, CompactMasterWeightsState) for state in states):
+        for each in zip(names, leaves, found, strict=True):
+            _check_dtype(*each)
     return found
 
 
@@ -441,5 +470,6 @@ def _check_shapes(stored: list[Any], params: list[Any]) -> None:
     raise ValueError(
         "`params` must be the parameters of this state, got shapes "
         f"{list(map(_shape, params))} where it stores masters of shapes "
-        f"{list(map(_shape, stored))}."
+        f"{list(map(_shape, stored))}. (Of an NNX model, pass what the optimizer "
+        "trains: `nnx.state(model, nnx.Param)`.)"
     )

@@ -9,10 +9,12 @@ bits of the parameter, and the remainder completes these:
     parameter = round(extended / 2**16)
     remainder = extended - 2**16 * parameter, from -2**15 to 2**15 - 1
 
-bfloat16 is rounded half away from zero. Half to even, an even parameter would have a
-tie on both sides, and thus one remainder too many. float16 is rounded half to even, as
-casts do. There the largest remainder stands for `2**15` too, which is right unless the
-master is smaller than `2**-16`, because those of larger ones are even.
+In bfloat16, ties are rounded away from zero. If they were rounded to even parameters,
+these would have a tie on both sides, which is one remainder too many. In float16, ties
+are rounded to even parameters, as a cast does it. There a remainder of `2**15` does not
+fit either, and is stored as `2**15 - 1`. Masters from `2**-16` on, which are multiples
+of two of these units or more, have no such remainder of their own, and when they are
+joined it is rounded to the tie again.
 
 All this is integer arithmetic, because XLA leaves out some casts.
 """
@@ -25,25 +27,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-REMAINDER = np.dtype(np.int16)
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _FLOAT16 = jnp.dtype(jnp.float16)
+# Of 16 bits. Two dtypes, so that one cannot be taken for the other.
+REMAINDERS = {_BFLOAT16: np.dtype(np.int16), _FLOAT16: np.dtype(np.uint16)}
 _SIGN = 0x8000
 _UNSIGNED = 0x7FFF
 _NAN = {_BFLOAT16: 0x7FC0, _FLOAT16: 0x7E00}
 _INFINITY = 31 << 26  # In extended float16.
 _INFINITY_32 = 0x7F800000
-# float16 has less exponents than float32, by 112 at each end, and 13 bits less of
-# mantissa. Extended, it has 3 more.
-_EXPONENTS = 112 << 23
+_BIASES = 112 << 23  # By which the exponents of float32 exceed those of float16.
 _LEAST_NORMAL_32 = 113 << 23
 _LEAST_NORMAL = 1 << 26
 _LEAST = 2.0**-40
-
-
-def can_have_remainder(dtype: jnp.dtype | None) -> bool:
-    """Whether parameters of a dtype are completed by remainders."""
-    return dtype in _NAN
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -78,7 +74,7 @@ def _rounded_bits(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 @jax.jit
 def remainder_of(master: jax.Array, param: jax.Array) -> jax.Array:
-    """The remainder that completes a parameter to its master, `i16`.
+    """The remainder that completes a parameter to its master, in its dtype.
 
     A parameter that is zero may lose its sign when an update is added, so that of its
     master is in the remainder.
@@ -92,13 +88,18 @@ def remainder_of(master: jax.Array, param: jax.Array) -> jax.Array:
     is_nearest = (remainder >= -_SIGN) & (remainder <= largest)
     remainder = jnp.minimum(remainder, _UNSIGNED)
     remainder = jnp.where(magnitude == 0, remainder - _sign(master), remainder)
-    return jnp.where(is_nearest, remainder, 0).astype(REMAINDER)
+    return _stored(jnp.where(is_nearest, remainder, 0), param.dtype)
 
 
 @jax.jit
 def first_remainder(param: jax.Array) -> jax.Array:
     """The remainder that completes a parameter to its own value."""
-    return jnp.where(_bits(param) == _SIGN, -_SIGN, 0).astype(REMAINDER)
+    return _stored(jnp.where(_bits(param) == _SIGN, -_SIGN, 0), param.dtype)
+
+
+def _stored(remainder: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A remainder as it is stored for parameters of a dtype."""
+    return lax.bitcast_convert_type(remainder.astype(jnp.int16), REMAINDERS[dtype])
 
 
 @jax.custom_jvp
@@ -119,7 +120,8 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def _master_bits(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """The bits of the master, `i32`."""
-    bits, remainder = _bits(param), remainder.astype(jnp.int32)
+    bits = _bits(param)
+    remainder = lax.bitcast_convert_type(remainder, jnp.int16).astype(jnp.int32)
     magnitude = bits & _UNSIGNED
     is_zero = magnitude == 0
     is_negative = jnp.where(is_zero, remainder < 0, bits >= _SIGN)
@@ -138,7 +140,7 @@ def _extended(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _to_extended_float16(magnitude: jax.Array) -> jax.Array:
     """The extended bits of float16 for those of float32; infinity from `2**16` on."""
-    normal = (jnp.minimum(magnitude, 143 << 23) - _EXPONENTS) << 3
+    normal = (jnp.minimum(magnitude, 143 << 23) - _BIASES) << 3  # 26 bits, not 23.
     small = jnp.minimum(magnitude, _LEAST_NORMAL_32)
     return jnp.where(small < _LEAST_NORMAL_32, _count(small, _LEAST), normal)
 
@@ -152,12 +154,12 @@ def _count(magnitude: jax.Array, unit: float) -> jax.Array:
 def _from_extended_float16(extended: jax.Array) -> jax.Array:
     """The bits of float32 for the extended ones of float16."""
     count = extended.astype(jnp.float32) * _LEAST
-    normal = ((extended + 4) >> 3) + _EXPONENTS
+    normal = ((extended + 4) >> 3) + _BIASES
     is_finite = extended < _INFINITY
     return jnp.where(
         extended < _LEAST_NORMAL,
         lax.bitcast_convert_type(count, jnp.int32),
-        jnp.where(is_finite, normal, normal + _EXPONENTS),
+        jnp.where(is_finite, normal, normal + _BIASES),
     )
 
 

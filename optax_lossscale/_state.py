@@ -91,9 +91,9 @@ class CompactMasterWeightsState(NamedTuple):
     """State of `master_weights` with `compact=True`.
 
     Attributes:
-      remainders: `i16`, of the parameters' shapes: the bits that float16 and bfloat16
-        parameters lack. `optax.MaskedNode()` for other parameters, and float32 masters
-        for those in float8.
+      remainders: The 16 bits that half-precision parameters lack, of their shapes:
+        `i16` for bfloat16, `u16` for float16. `optax.MaskedNode()` for parameters in
+        float32 or wider, and float32 masters for those in float8.
       inner_state: State of the inner optimizer.
     """
 

@@ -7,7 +7,12 @@ import pytest
 
 from helpers.float_values import all_values, float32_values
 from helpers.programs import equations_of
-from optax_lossscale._remainders import join_master, remainder_of, round_master
+from optax_lossscale._remainders import (
+    REMAINDERS,
+    join_master,
+    remainder_of,
+    round_master,
+)
 from tools.every_master import BFLOAT16, FLOAT16, check
 
 HALVES = [FLOAT16, BFLOAT16]
@@ -17,11 +22,13 @@ RNG = np.random.default_rng(0)
 def split(master, dtype):
     """The parameter and the remainder of one number, as Python numbers."""
     params = round_master(jnp.float32(master), dtype)
-    return float(params), int(remainder_of(jnp.float32(master), params))
+    remainder = np.asarray(remainder_of(jnp.float32(master), params))
+    return float(params), int(remainder.view(np.int16))
 
 
 def join(param, remainder, dtype):
-    return np.float32(join_master(jnp.asarray(param, dtype), jnp.int16(remainder)))
+    remainder = np.asarray(remainder, np.int16).view(REMAINDERS[dtype])
+    return np.float32(join_master(jnp.asarray(param, dtype), jnp.asarray(remainder)))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -100,7 +107,8 @@ def test_a_nan_stays_nan_whatever_its_payload_and_remainder(dtype):
     values = all_values(dtype)
     nans = jnp.asarray(values[np.isnan(values.astype(np.float32))])
     for remainder in (-(2**15), -1, 0, 1, 2**15 - 1):
-        joined = join_master(nans, jnp.full(nans.shape, remainder, jnp.int16))
+        bits = np.full(nans.shape, remainder, np.int16).view(REMAINDERS[dtype])
+        joined = join_master(nans, jnp.asarray(bits))
         assert jnp.isnan(joined).all()
 
 
@@ -118,7 +126,8 @@ def test_a_parameter_that_was_changed_elsewhere_has_a_master_that_rounds_to_it(d
     params = np.repeat(all_values(dtype), 16)
     params = params[np.isfinite(params.astype(np.float32))]
     remainders = RNG.integers(-(2**15), 2**15, params.size).astype(np.int16)
-    joined = np.asarray(join_master(jnp.asarray(params), jnp.asarray(remainders)))
+    stored = jnp.asarray(remainders.view(REMAINDERS[dtype]))
+    joined = np.asarray(join_master(jnp.asarray(params), stored))
     assert not np.isnan(joined).any()
     bits = params.view(np.uint16).astype(np.int64)
     with np.errstate(over="ignore"):

@@ -3,8 +3,9 @@
     python tests/tools/every_master.py
 
 All `2**32` patterns of bits are split and joined again, for bfloat16 and for float16.
-NumPy says what the parameters must be. It takes about two minutes for each dtype, and
-prints how many masters do not come back as they were.
+NumPy says what the parameters must be. The script prints how many parameters are not
+what a cast gives, which are ties in bfloat16, and how many masters do not come back bit
+for bit. In float16 those are all smaller than 2**-16, or 2**16 and larger.
 """
 
 from functools import partial
