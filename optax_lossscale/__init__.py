@@ -76,6 +76,7 @@ from optax_lossscale._autocast.report import autocast_report
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._cast_params import cast_params
 from optax_lossscale._finite import all_finite, max_magnitude
+from optax_lossscale._full_masters import full_masters, set_full_masters
 from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._headroom import headroom_loss_scale
 from optax_lossscale._keras.optimizer import (
@@ -84,11 +85,7 @@ from optax_lossscale._keras.optimizer import (
     loss_scale_optimizer,
 )
 from optax_lossscale._masking import where_applied
-from optax_lossscale._master_weights import (
-    full_masters,
-    master_weights,
-    set_full_masters,
-)
+from optax_lossscale._master_weights import master_weights
 from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,

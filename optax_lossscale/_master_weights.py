@@ -30,9 +30,7 @@ from optax_lossscale._tree import (
     dtype_of,
     find_by_type,
     is_absent,
-    is_floating,
     is_narrow,
-    is_numeric,
     path_name,
     unwrapped,
     wide_param,
@@ -144,15 +142,15 @@ def master_weights(
             raise ValueError("`update` of `master_weights` needs `params`.")
         _check_form(state, is_compact)
         stored, inner_state = state
-        params = jax.tree.map(_as_array, params)
+        params = jax.tree.map(as_array, params)
         if is_compact:
             jax.tree_util.tree_map_with_path(
-                lambda path, *leaves: _check_dtype(path_name(path), *leaves),
+                lambda path, *leaves: check_dtype(path_name(path), *leaves),
                 params,
                 stored,
                 is_leaf=is_absent,
             )
-        master = jax.tree.map(_master_of, params, stored, is_leaf=is_absent)
+        master = jax.tree.map(master_of, params, stored, is_leaf=is_absent)
         updates, inner_state = optimizer.update(
             jax.tree.map(wide_param, updates), inner_state, master, **extra_args
         )
@@ -172,102 +170,7 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def full_masters(params: optax.Params, opt_state: optax.OptState) -> optax.Params:
-    """Returns the float32 masters of half-precision parameters.
-
-    Use it to save or evaluate a model with all bits that were trained. It takes compact
-    masters and full ones.
-
-    Args:
-      params: The parameters that belong to this state.
-      opt_state: The state of an optimizer with `master_weights`, or any pytree that
-        holds such states. If there are several, as under `optax.partition`, no two of
-        them may hold a master of the same parameter.
-
-    Returns:
-      A tree like `params`, with masters in place of the parameters that have them. It
-      may share arrays with `params` and the state, so copy it if a step donates them.
-
-    Raises:
-      ValueError: If `opt_state` holds no masters, several for one parameter, none for
-        one in half precision, or those of other parameters.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> params = {"w": jnp.bfloat16(1.0)}
-      >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
-      >>> updates, opt_state = tx.update(params, tx.init(params), params)
-      >>> updates, ols.full_masters(params, opt_state)
-      ({'w': Array(0., dtype=float32)}, {'w': Array(0.9999, dtype=float32)})
-    """
-    leaves, structure = _leaves(params)
-    stored = _stored_by_leaf(opt_state, params)
-    return structure.unflatten(map(_master_of, leaves, stored))
-
-
-def set_full_masters(
-    params: optax.Params, opt_state: optax.OptState, masters: optax.Params
-) -> tuple[optax.Params, optax.OptState]:
-    """Returns parameters and state with other masters; everything else is unchanged.
-
-        full_masters(*set_full_masters(params, opt_state, masters)) = masters
-
-    Use it to start from float32 parameters without losing bits, or to go from full to
-    compact masters and back:
-
-        params = cast_params(masters, jnp.bfloat16)
-        opt_state = tx.init(params)
-        params, opt_state = set_full_masters(params, opt_state, masters)
-
-    Args:
-      params: The parameters; only their dtypes and shapes are used.
-      opt_state: As for `full_masters`.
-      masters: A tree like `params`, of any floating dtypes.
-
-    Returns:
-      New `params`, which are the rounded masters, and the `opt_state` that belongs to
-      them. With compact masters use these parameters and not those of `cast_params`,
-      which rounds some numbers otherwise.
-
-    Raises:
-      ValueError: As `full_masters`, or if `masters` are not like `params`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> trained = {"w": jnp.float32(0.1)}
-      >>> params = ols.cast_params(trained, jnp.bfloat16)
-      >>> opt_state = ols.master_weights(optax.sgd(1e-4), compact=True).init(params)
-      >>> params, opt_state = ols.set_full_masters(params, opt_state, trained)
-      >>> params, ols.full_masters(params, opt_state)
-      ({'w': Array(0.100098, dtype=bfloat16)}, {'w': Array(0.1, dtype=float32)})
-    """
-    leaves, structure = _leaves(params)
-    wanted, _ = _leaves(masters)
-    shapes = [[_shape(leaf) for leaf in each] for each in (wanted, leaves)]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            "`masters` must have the structure and the shapes of `params`, got shapes "
-            f"{shapes[0]} instead of {shapes[1]}."
-        )
-    stored = _stored_by_leaf(opt_state, params)
-    rounded = [
-        # Copied, so that parameters, state and `masters` can all be donated.
-        jnp.array(_round(master, param, each)) if is_floating(param) else master
-        for master, param, each in zip(wanted, leaves, stored, strict=True)
-    ]
-
-    def replace(node: PyTree) -> PyTree:
-        if not _is_state(node):
-            return node
-        stored, structure = _leaves(node[0])
-        new = map(_store, wanted, rounded, stored)
-        return type(node)(structure.unflatten(new), node.inner_state)
-
-    state = jax.tree.map(replace, opt_state, is_leaf=_is_state)
-    return structure.unflatten(rounded), state
-
-
-def _as_array(param: PyTree) -> PyTree:
+def as_array(param: PyTree) -> PyTree:
     """Makes an array of a Python number or a wrapped array."""
     is_number = isinstance(param, complex | float | int)
     return jnp.asarray(param) if is_number else unwrapped(param)
@@ -285,7 +188,7 @@ def _first_remainder(param: PyTree) -> PyTree:
     return first_remainder(unwrapped(param))
 
 
-def _is_remainder(param: PyTree, stored: PyTree) -> bool:
+def is_remainder(param: PyTree, stored: PyTree) -> bool:
     dtype = dtype_of(stored)
     return dtype is not None and dtype == REMAINDERS.get(dtype_of(param))
 
@@ -296,7 +199,7 @@ def _is_rounded(param: PyTree, stored: PyTree) -> bool:
     return not are_absent and dtype_of(param) != dtype_of(stored)
 
 
-def _master_of(param: PyTree, stored: PyTree) -> PyTree:
+def master_of(param: PyTree, stored: PyTree) -> PyTree:
     """The master of a parameter, for which a master or a remainder is stored.
 
     Full-precision parameters may have been changed elsewhere, so their present values
@@ -304,7 +207,7 @@ def _master_of(param: PyTree, stored: PyTree) -> PyTree:
     """
     if not _is_rounded(param, stored):
         return param
-    if not _is_remainder(param, stored):
+    if not is_remainder(param, stored):
         return stored
     if isinstance(stored, jax.ShapeDtypeStruct):
         return cast_abstract(stored, jnp.float32)
@@ -316,9 +219,9 @@ def _move(update: PyTree, master: PyTree) -> PyTree:
     return master if is_absent(update) else optax.apply_updates(master, update)
 
 
-def _round(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
+def round_to(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
     """The rounded master, in the dtype of the parameter."""
-    if _is_remainder(param, stored):
+    if is_remainder(param, stored):
         return round_master(master.astype(jnp.float32), param.dtype)
     return keep_rounding(master.astype(param.dtype))
 
@@ -327,7 +230,7 @@ def _update_to(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) ->
     """The update that takes a parameter to its rounded master."""
     if is_absent(update) or not _is_rounded(param, stored):
         return update
-    difference = widen(_round(master, param, stored)) - widen(param)
+    difference = widen(round_to(master, param, stored)) - widen(param)
     if is_narrow(param):
         return keep_rounding(difference.astype(param.dtype))
     return difference
@@ -341,7 +244,7 @@ def _keep_bits(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) ->
     """
     if is_absent(update) or not _is_rounded(param, stored):
         return update
-    is_same = same_bits(_round(master, param, stored), param)
+    is_same = same_bits(round_to(master, param, stored), param)
     return jnp.where(is_same, jnp.full_like(update, -0.0), update)
 
 
@@ -355,25 +258,16 @@ def _next_stored(
         return master
     becomes = param + update if is_narrow(param) else widen(param) + update
     becomes = keep_rounding(becomes.astype(param.dtype))
-    if _is_remainder(param, stored):
+    if is_remainder(param, stored):
         return remainder_of(master, becomes)
     return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))
-
-
-def _store(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
-    """What is stored for a master, in place of something else."""
-    if is_absent(stored) or not is_numeric(param):
-        return stored
-    if _is_remainder(param, stored):
-        return remainder_of(master.astype(jnp.float32), param)
-    return copy_wide(master.astype(stored.dtype) if is_floating(param) else master)
 
 
 def _check_form(state: _State, is_compact: bool) -> None:
     """Refuses the state of full masters where they are compact, and vice versa."""
     if isinstance(state, MASTER_WEIGHTS_STATES[is_compact]):
         return
-    if _is_state(state):
+    if isinstance(state, MASTER_WEIGHTS_STATES):
         hint = "To convert it: `full_masters` and `set_full_masters`."
     else:
         hint = (
@@ -386,7 +280,7 @@ def _check_form(state: _State, is_compact: bool) -> None:
     )
 
 
-def _check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
+def check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
     """Refuses a parameter for which a compact state does not store what it needs."""
     got, dtype = dtype_of(stored), dtype_of(param)
     expected = np.dtype(np.float32) if is_narrow(param) else REMAINDERS.get(dtype)
@@ -411,65 +305,4 @@ def _check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
         "`params` must have the dtypes of which the state was made, got parameter "
         f"{name!r} of shape {jnp.shape(param)} in {dtype}, for which the state has "
         f"{has}. ({hint})"
-    )
-
-
-def _is_state(node: object) -> bool:
-    return isinstance(node, MASTER_WEIGHTS_STATES)
-
-
-def _leaves(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves of a tree, with those that are missing, and its structure."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_absent)
-    return list(map(_as_array, leaves)), structure
-
-
-def _shape(leaf: PyTree) -> tuple[int, ...] | None:
-    return jnp.shape(leaf) if is_numeric(leaf) else None
-
-
-def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[Any]:
-    """What a state stores for each parameter: a master, a remainder, or None."""
-    states = [node for _, node in find_by_type(opt_state, MASTER_WEIGHTS_STATES)]
-    if not states:
-        is_swapped = find_by_type(params, MASTER_WEIGHTS_STATES)
-        hint = "Wrap the optimizer: `master_weights(optimizer)`."
-        hint = "Are the arguments swapped?" if is_swapped else hint
-        raise ValueError(
-            "`opt_state` must hold masters, got none in a tree of type "
-            f"{type(opt_state).__name__}. ({hint})"
-        )
-    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_absent)[0]
-    names, leaves = [path_name(path) for path, _ in paths], _leaves(params)[0]
-    found: list[Any] = [None] * len(leaves)
-    for state in states:
-        stored = _leaves(state[0])[0]
-        _check_shapes(stored, leaves)
-        for index, each in enumerate(stored):
-            if is_absent(each):
-                continue
-            if found[index] is not None:
-                raise ValueError(
-                    "`opt_state` must hold one master for each parameter, got several "
-                    f"for {names[index]!r}. (Pass only the state of these parameters.)"
-                )
-            found[index] = each
-    if all(isinstance(state, CompactMasterWeightsState) for state in states):
-        for each in zip(names, leaves, found, strict=True):
-            _check_dtype(*each)
-    return found
-
-
-def _check_shapes(stored: list[Any], params: list[Any]) -> None:
-    """Refuses masters of other parameters."""
-    if len(stored) == len(params) and all(
-        is_absent(each) or _shape(each) == _shape(param)
-        for each, param in zip(stored, params, strict=True)
-    ):
-        return
-    raise ValueError(
-        "`params` must be the parameters of this state, got shapes "
-        f"{list(map(_shape, params))} where it stores masters of shapes "
-        f"{list(map(_shape, stored))}. (Of an NNX model, pass what the optimizer "
-        "trains: `nnx.state(model, nnx.Param)`.)"
     )

@@ -436,9 +436,7 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="with `compact=True`, got a MasterWeights"):
         tx.update(params, ols.master_weights(adam()).init(params), params)
     wide = {"w": jnp.ones(3)}
-    with pytest.raises(
-        ValueError, match="'w' of shape"
-    ):
+    with pytest.raises(ValueError, match="'w' of shape"):
         tx.update(params, tx.init(wide), params)
     with pytest.raises(ValueError, match="in float32, for which the state has a rem"):
         tx.update(params, state, wide)
@@ -461,9 +459,7 @@ def test_what_does_not_fit_together_is_refused():
             ols.full_masters(params, other)
     with pytest.raises(ValueError, match="in float16, for which the state has no rem"):
         ols.set_full_masters(params, tx.init(wide), wide)
-    with pytest.raises(
-        ValueError, match="Are the arguments swapped"
-    ):
+    with pytest.raises(ValueError, match="Are the arguments swapped"):
         ols.full_masters(state, params)
     with pytest.raises(ValueError, match="To add masters to a run"):
         tx.update(params, adam().init(params), params)
