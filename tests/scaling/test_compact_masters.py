@@ -61,6 +61,7 @@ def values(dtype, size=2000):
     return jnp.asarray(np.concatenate([numbers, [0.0, -0.0, 1.0, -1.0]]), dtype)
 
 
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("is_jitted", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", HALVES)
@@ -164,6 +165,7 @@ def test_a_float16_parameter_beside_infinity_keeps_its_master():
     assert np.isnan(masters[9])
 
 
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("is_outside", [True, False])
 @pytest.mark.parametrize("is_jitted", [True, False])
 @pytest.mark.parametrize("dtype", HALVES)
@@ -363,6 +365,7 @@ AROUND = {
 }
 
 
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("name", AROUND)
 def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
