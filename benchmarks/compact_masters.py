@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import optax_lossscale as ols
 from _lib.costs import Cost, compile_step
-from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
+from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
 from _lib.large_models import MODELS
 from _lib.tables import print_tables, versions
 from _lib.update_times import make_inputs, make_program, median_ratios
-from _lib.updates import OPTIMIZERS
+from _lib.updates import OPTIMIZERS, Way, bare, loss_scaled
 from optax_lossscale._checks import check_output_file
 
-PLATFORMS = ["cpu", "tpu", "cuda"]
 MODEL = "GPT, 125 M"
 LEAVES, SIZE = 60, 100_000
 Wrap = Callable[[Any], Any]
@@ -59,23 +57,10 @@ FORMS = {
 }
 
 
-class Update(NamedTuple):
-    """An update by AdamW: `init` makes the state, `step` takes a step."""
-
-    init: Callable[[Any], Any]
-    step: Callable[[Any, Any, Any], Any]
-
-
-def make_update(form: Form, is_scaled: bool) -> Update:
-    """Makes the update of parameters that are held in a form."""
-    tx = form.wrap(OPTIMIZERS["adamw"])
-    tx = ols.loss_scaled(tx) if is_scaled else tx
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Update(tx.init, step)
+def make_update(form: Form, is_scaled: bool) -> Way:
+    """Makes the update by AdamW of parameters that are held in a form."""
+    make = loss_scaled if is_scaled else bare
+    return make(form.wrap(OPTIMIZERS["adamw"]))
 
 
 def memory_rows() -> list[dict[str, str]]:
@@ -161,13 +146,7 @@ def time_rows() -> list[dict[str, str]]:
 def main() -> None:
     """Prints the tables, and writes them as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--platforms",
-        nargs="+",
-        choices=PLATFORMS,
-        default=PLATFORMS,
-        help="compile for these platforms (default: all)",
-    )
+    add_platforms(parser)
     parser.add_argument(
         "--json", type=check_output_file, help="write the tables to a file"
     )

@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from _lib.costs import Cost, compile_step
-from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
+from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
 from optax_lossscale._checks import check_output_file
-
-PLATFORMS = ["cpu", "tpu", "cuda"]
 
 
 def cost(
@@ -83,13 +81,7 @@ def platform_rows(platform: str, quick: bool) -> list[dict[str, str]]:
 def main() -> None:
     """Prints the table, and writes it as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--platforms",
-        nargs="+",
-        choices=PLATFORMS,
-        default=PLATFORMS,
-        help="compile for these platforms (default: all)",
-    )
+    add_platforms(parser)
     parser.add_argument(
         "--json", type=check_output_file, help="write the table to a file"
     )

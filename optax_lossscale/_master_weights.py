@@ -124,7 +124,7 @@ def master_weights(
     """
     optimizer = check_optimizer("inner", inner)
     is_compact = check_flag("compact", compact)
-    state_type = CompactMasterWeightsState if is_compact else MasterWeightsState
+    state_type = MASTER_WEIGHTS_STATES[is_compact]
     first_stored = _first_remainder if is_compact else copy_wide
 
     def init(params: optax.Params) -> _State:

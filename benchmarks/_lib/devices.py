@@ -1,5 +1,6 @@
 """Devices that JAX can compile for on a machine that has no TPU and no GPU."""
 
+import argparse
 import os
 from typing import Any
 
@@ -55,6 +56,18 @@ GPU_TARGETS = {
 
 
 TPU_SLICES = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 64: "8x8"}
+
+
+def add_platforms(parser: argparse.ArgumentParser) -> None:
+    """Adds an option that says for which platforms a script compiles."""
+    platforms = ["cpu", "tpu", "cuda"]
+    parser.add_argument(
+        "--platforms",
+        nargs="+",
+        choices=platforms,
+        default=platforms,
+        help="compile for these platforms (default: all)",
+    )
 
 
 def use_host_cpu() -> None:
