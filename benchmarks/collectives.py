@@ -106,7 +106,7 @@ def spec_of(way: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*[None] * first, "data")
 
 
-def make_case(way: str, mesh: Mesh, model: str) -> Case:
+def make_case(way: str, mesh: Mesh, model: Callable[..., Loss]) -> Case:
     """Makes a small GPT, split over a mesh."""
     by_row = NamedSharding(mesh, P("data"))
     plan = Decoder(vocabulary=2048, length=128, width=WIDTH)
@@ -121,7 +121,7 @@ def make_case(way: str, mesh: Mesh, model: str) -> Case:
         sharding = NamedSharding(mesh, spec_of(way, leaf.shape, mesh))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    loss_fn = MODELS[model](loss_of)
+    loss_fn = model(loss_of)
     one = jax.ShapeDtypeStruct((1, plan.length), jnp.int32)
     params = jax.eval_shape(plan.init, jax.random.key(0), one)
     if way == "fully sharded" and AxisType.Explicit in mesh.axis_types:
@@ -150,7 +150,7 @@ def compile_gradient(case: Case, mesh: Mesh) -> str:
 
 def purpose_of(sent: Sent) -> str:
     """Returns what an array that crosses devices is for."""
-    if sent.elements == 1:
+    if sent.elements < 64:
         return "numbers"
     if sent.elements % SEQUENCES == 0:
         return "activations"
@@ -174,7 +174,7 @@ def describe(arrays: Iterable[Sent]) -> str:
 def collective_row(platform: str, way: str, kind: AxisType, model: str) -> Any:
     """Returns what crosses devices for gradients, parameters and activations."""
     mesh = mesh_of(way, devices_of(platform, DEVICES[platform]), kind)
-    program = compile_gradient(make_case(way, mesh, model), mesh)
+    program = compile_gradient(make_case(way, mesh, MODELS[model]), mesh)
     arrays = list(sent_arrays(program))
     return {
         f"{purpose}, MB": describe(a for a in arrays if purpose_of(a) == purpose)
@@ -223,7 +223,7 @@ def named(models: dict[str, set[str]], kinds: set[str]) -> str:
 def step_programs(platform: str) -> dict[str, tuple[str, Tree]]:
     """Compiles parts of a training step, fully sharded, and the whole of it."""
     mesh = mesh_of("", devices_of(platform, DEVICES[platform]), AxisType.Auto)
-    loss_fn, params, tokens = case = make_case("fully sharded", mesh, "autocast")
+    loss_fn, params, tokens = case = make_case("fully sharded", mesh, autocast)
 
     def compile_step(tx: Any, grad_fn: Callable[[Tree], Any]) -> str:
         def step(params: Tree, state: Tree, tokens: jax.Array) -> Any:

@@ -43,6 +43,7 @@ ARMS = {
     "O2": ("O2", "dynamic"),
     "float16 parameters": ("masters", "dynamic"),
 }
+FLOAT8_ARMS = {"float8": ("float8", "dynamic")}
 RULE_ARMS = {
     "float16, headroom rule": ("float16", "headroom"),
     "float16, smooth rule": ("float16", "smooth"),
@@ -50,6 +51,7 @@ RULE_ARMS = {
 
 DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
 DRAWN["float16, smooth rule"] = DRAWN["O2"]  # Never beside each other.
+DRAWN["float8"] = DRAWN["float16, headroom rule"]  # Nor these.
 
 
 class Task(NamedTuple):
@@ -71,7 +73,9 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "gpt": Task("held_out_bits_per_byte", "held-out bits per byte", 3),
+    "gpt": Task(
+        "held_out_bits_per_byte", "held-out bits per byte", 3, {}, ARMS | FLOAT8_ARMS
+    ),
     "resnet": Task(
         "held_out_loss", "held-out loss", 3, {"held_out_accuracy": "accuracy"}
     ),
@@ -162,8 +166,9 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
-    panels = [(task.label, task.figure, list(ARMS))]
-    if task.arms != ARMS:
+    arms = [arm for arm in task.arms if arm not in RULE_ARMS]
+    panels = [(task.label, task.figure, arms)]
+    if RULE_ARMS.keys() <= task.arms.keys():
         title = "share of gradient entries flushed to zero"
         panels.append((title, "flushed", ["bfloat16", "float16", *RULE_ARMS]))
     count = len(panels)

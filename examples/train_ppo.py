@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_lossscale as ols
 from loop import make_mesh, train
 from options import parse_options, positive
-from precision import cast, cast_params, compute_dtype, scale_figures, with_loss_scale
+from precision import cast, cast_params, low_dtype, scale_figures, with_loss_scale
 
 POINTS = 100.0  # A move scores up to hundreds of points. The network learns them / 100.
 EPOCHS, BATCHES, HELD_OUT_GAMES = 4, 8, 64
@@ -137,7 +137,7 @@ def main() -> None:
         """Draws a move in each game, and returns the next states and what happened."""
         board, legal = games.observation, games.legal_action_mask
         move_keys, game_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-        logits, value = Network(compute_dtype(options)).apply(params, board)
+        logits, value = Network(low_dtype(options)).apply(params, board)
         log_policy, value = log_softmax(logits, legal), value.astype(jnp.float32)
         move = jax.vmap(jax.random.categorical)(move_keys, log_policy)
         games = go_on(games, move, game_keys)

@@ -35,9 +35,15 @@ class Cost(NamedTuple):
 
 
 def compile_step(
-    step: Callable[..., Any], args: tuple[Any, ...], device: Any
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    device: Any,
+    options: dict[str, Any] | None = None,
 ) -> tuple[Any, Cost]:
-    """Compiles a step with parameters and state, its first two arguments, donated."""
+    """Compiles a step with parameters and state, its first two arguments, donated.
+
+    `options` are further options of XLA.
+    """
     sharding = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
@@ -47,7 +53,7 @@ def compile_step(
     trace_s = time.perf_counter() - start
     lowered = traced.lower()
     start = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=options)
     compile_s = time.perf_counter() - start
     program = compiled.as_text()
     moved, kernels = bytes_and_kernels(program)

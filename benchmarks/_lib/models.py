@@ -128,7 +128,8 @@ class ConvNeXtBlock(nn.Module):
 class Encoder(nn.Module):
     """Pre-norm transformer of `depth` blocks with a residual stream of `width`.
 
-    `project` computes the products that lead back to the residual stream.
+    `project` computes the products that lead back to the residual stream. `float8` is
+    a class of Flax that computes all products of weights.
     """
 
     width: int = 64
@@ -137,21 +138,28 @@ class Encoder(nn.Module):
     dtype: Any = None
     project: Any = None
     heads: int = 4
+    float8: Any = None
 
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.is_causal else None
-        x = nn.Dense(self.width, dtype=self.dtype)(x)
+        dense = functools.partial(
+            nn.Dense, dtype=self.dtype, dot_general_cls=self.float8
+        )
+        x = dense(self.width)(x)
         for _ in range(self.depth):
             y = nn.LayerNorm(dtype=self.dtype)(x)
             attention = nn.SelfAttention(
-                self.heads, dtype=self.dtype, out_dot_general=self.project
+                self.heads,
+                dtype=self.dtype,
+                out_dot_general=self.project,
+                qkv_dot_general_cls=self.float8,
+                out_dot_general_cls=self.float8,
             )
             x = x + attention(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
-            y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
-            down = nn.Dense(self.width, dtype=self.dtype, dot_general=self.project)
-            x = x + down(y)
+            y = nn.gelu(dense(4 * self.width)(y))
+            x = x + dense(self.width, dot_general=self.project)(y)
         return x
 
 
@@ -169,6 +177,7 @@ class Decoder(nn.Module):
     dtype: Any = None
     sharding: Any = None
     heads: int = 4
+    float8: Any = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -189,6 +198,7 @@ class Decoder(nn.Module):
             dtype=self.dtype,
             project=project,
             heads=self.heads,
+            float8=self.float8,
         )
         x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
         return self.split(embed.attend(x))

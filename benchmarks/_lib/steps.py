@@ -57,9 +57,16 @@ WAYS = {
     "float32, highest": Way(precision="highest"),
     "TF32": Way(precision="tensorfloat32"),
     "autocast, bfloat16": Way(level="O1", low_dtype=jnp.bfloat16),
+    "autocast, float8": Way(level="O1", low_dtype=jnp.float8_e4m3fn),
     "O2, masters": Way(level="O2", masters="full", grad_bytes=2),
 }
-UNSCALED_WAYS = ["float32", "float32, highest", "TF32", "autocast, bfloat16"]
+UNSCALED_WAYS = [
+    "float32",
+    "float32, highest",
+    "TF32",
+    "autocast, bfloat16",
+    "autocast, float8",
+]
 SCALERS = {
     "none": None,
     "loss_scaled": ols.dynamic_loss_scale,

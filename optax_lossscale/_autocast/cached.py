@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._autocast.float8 import Factors
 from optax_lossscale._autocast.policy import LISTED
 from optax_lossscale._autocast.product_rules import register_rules
 from optax_lossscale._autocast.products import low_product
@@ -42,9 +43,10 @@ def evaluate_product(
     params: dict[str, Any],
     low: Any,
     stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> Sequence[Any]:
     """The same for a product whose operands, if in float32, are rounded."""
-    settings = tuple(params.items()), low, len(inputs), stand_in
+    settings = tuple(params.items()), low, len(inputs), stand_in, float8
     return _evaluate(_product, equation, [*inputs, *copies], *settings)
 
 
@@ -92,10 +94,12 @@ def _product(
     low: Any,
     count: int,
     stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> _Operation:
     def operation(*arrays: Any) -> Sequence[Any]:
         operands, copies = arrays[:count], arrays[count:]
-        return [low_product(primitive, operands, copies, low, dict(items), stand_in)]
+        settings = low, dict(items), stand_in, float8
+        return [low_product(primitive, operands, copies, *settings)]
 
     return operation
 

@@ -1,6 +1,5 @@
 """Choose in which dtype each operation of a program computes, and say why."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._autocast.identity import free_sizes, is_square
+from optax_lossscale._autocast.float8 import OF_VALUES, Factors, reason_not_float8
+from optax_lossscale._autocast.identity import free_sizes, is_square, summed_size
 from optax_lossscale._autocast.policy import LOW, MOVES, SENSITIVE, Policy
 from optax_lossscale._autocast.values import (
     ADDS,
@@ -42,6 +42,7 @@ class Choice(NamedTuple):
       is_left_alone: Whether it holds programs that are left as they are written.
       is_recomputed: Whether the backward pass computes it again from low operands,
         which take less memory than float32 ones.
+      float8: If it is a product of operands in float8, the float8 dtypes of these.
     """
 
     dtype: Any
@@ -49,6 +50,7 @@ class Choice(NamedTuple):
     is_rounded: bool = False
     is_left_alone: bool = False
     is_recomputed: bool = False
+    float8: Factors = None
 
 
 def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
@@ -56,7 +58,9 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
     name, pairs = equation.primitive.name, zip(operands, equation.invars, strict=True)
     floats = [operand for operand, atom in pairs if is_float32(atom)]
     if not floats:
-        return Choice(None, "no float32 operands")
+        choice = Choice(None, "no float32 operands")
+        is_low_product = name in LOW and _dtypes_of(equation) == {policy.dtype}
+        return _in_float8(choice, equation, operands, policy, is_low_product)
     if name == "convert_element_type":
         return Choice(jnp.result_type(floats[0].array), "a cast")
     if name not in policy.low - LOW:
@@ -65,11 +69,28 @@ def choose(equation: Any, operands: Sequence[Value], policy: Policy) -> Choice:
         if _is_sum(equation, operands):
             return Choice(None, "a sum", is_recomputed=True)
     if is_low(equation, policy):
-        return Choice(policy.dtype, "low list")
+        choice = Choice(policy.dtype, "low list")
+        return _in_float8(choice, equation, operands, policy, name in LOW)
     reason = _reason_for_declared(equation, operands, floats, policy)
     if reason is not None:
         return Choice(None, reason)
     return _choose_widest(equation, operands, floats, policy)
+
+
+def _in_float8(
+    choice: Choice,
+    equation: Any,
+    operands: Sequence[Value],
+    policy: Policy,
+    is_low_product: bool,
+) -> Choice:
+    """The choice for an operation, in float8 if it is a product that may be."""
+    if not (policy.has_float8 and is_low_product):
+        return choice
+    reason = reason_not_float8(equation, operands, policy)
+    if reason is None:
+        return choice._replace(float8=OF_VALUES)
+    return choice._replace(why=f"{choice.why}; not float8: {reason}")
 
 
 def _reason_for_declared(
@@ -180,15 +201,20 @@ def is_low(equation: Any, policy: Policy) -> bool:
 
 def _reason_not_low(equation: Any, policy: Policy) -> str | None:
     """Why an operation on the low list does not run in the low dtype, or None."""
-    name, atoms = equation.primitive.name, [*equation.invars, *equation.outvars]
-    dtypes = {atom.aval.dtype for atom in atoms if is_floating(atom.aval)}
-    if not dtypes <= {jnp.dtype(jnp.float32), policy.dtype}:
+    name = equation.primitive.name
+    if not _dtypes_of(equation) <= {jnp.dtype(jnp.float32), policy.dtype}:
         return "written for several dtypes"  # It stays in them.
-    if name == "dot_general" and _terms(equation) <= 1:
+    if name == "dot_general" and summed_size(equation) <= 1:
         return "an outer product"  # It sums nothing, so there is little to gain.
     if name not in LOW and not _runs_in(policy.dtype, equation):
         return f"no {policy.dtype} on {jax.default_backend()}"
     return None
+
+
+def _dtypes_of(equation: Any) -> set[Any]:
+    """The floating dtypes of an operation's operands and results."""
+    atoms = [*equation.invars, *equation.outvars]
+    return {atom.aval.dtype for atom in atoms if is_floating(atom.aval)}
 
 
 def _is_sum(equation: Any, operands: Sequence[Value]) -> bool:
@@ -197,12 +223,6 @@ def _is_sum(equation: Any, operands: Sequence[Value]) -> bool:
         return False
     pairs = zip(free_sizes(equation), operands, strict=True)
     return any(size == 1 and x.origin is Origin.CONSTANT for size, x in pairs)
-
-
-def _terms(equation: Any) -> int:
-    """How many terms each sum of a `dot_general` has."""
-    contracting = equation.params["dimension_numbers"][0][0]
-    return math.prod(equation.invars[0].aval.shape[axis] for axis in contracting)
 
 
 def _runs_in(dtype: Any, equation: Any) -> bool:

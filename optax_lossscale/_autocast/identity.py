@@ -144,6 +144,12 @@ def free_sizes(equation: Any) -> tuple[int, int]:
     return one, other
 
 
+def summed_size(equation: Any) -> int:
+    """How many terms each sum of a `dot_general` has."""
+    contracting = equation.params["dimension_numbers"][0][0]
+    return math.prod(equation.invars[0].aval.shape[axis] for axis in contracting)
+
+
 def _result(numbers: Sequence[Any], equation: Any, index: int) -> Number:
     """The number of an equation's result; the same for the same operands."""
     base = next((x for x in numbers if isinstance(x, Number)), None)

@@ -15,6 +15,7 @@ from optax_lossscale._autocast.cached import (
 )
 from optax_lossscale._autocast.choice import Choice, choose, params_in
 from optax_lossscale._autocast.control_flow import Call
+from optax_lossscale._autocast.float8 import Factors
 from optax_lossscale._autocast.identity import identities_of, new_identity
 from optax_lossscale._autocast.markers import (
     cast_at_marker,
@@ -30,6 +31,7 @@ from optax_lossscale._autocast.notes import (
     outermost_caller,
 )
 from optax_lossscale._autocast.policy import LOW, SENSITIVE, Policy
+from optax_lossscale._autocast.products import copy_of
 from optax_lossscale._autocast.rounding import parts_of, read_by_products
 from optax_lossscale._autocast.values import (
     OF_ARGUMENTS,
@@ -41,6 +43,7 @@ from optax_lossscale._autocast.values import (
     Value,
     as_argument,
     as_literal,
+    as_normalized,
     as_operand,
     cast,
     dtype_in_jax,
@@ -150,10 +153,9 @@ class _Frame:
         nesting, reason = nesting_of(equation), reason_left_alone(equation, self.policy)
         if nesting is not None and reason is None:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
+            functions = inner_run, read_by_products
             wide = [variable in self.wide for variable in equation.outvars]
-            call = Call(
-                inner_run, read_by_products, equation, operands, policy, flags, wide
-            )
+            call = Call(*functions, equation, operands, policy, flags, wide)
             outputs = self._round(equation, nesting.rebuild(call), flags)
         elif reason is None and (
             marked := cast_at_marker(equation, operands, policy.dtype)
@@ -162,10 +164,8 @@ class _Frame:
             choice = Choice(policy.dtype, "low_precision")
             note_operation(self.caller, equation, choice, [marked.array])
         else:
-            if reason is not None:
-                choice = Choice(None, reason, is_left_alone=True)
-            else:
-                choice = choose(equation, operands, policy)
+            alone = Choice(None, reason or "", is_left_alone=True)
+            choice = alone if reason else choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
             is_narrowed = choice.is_rounded and choice.dtype != policy.dtype
@@ -184,7 +184,7 @@ class _Frame:
             value._replace(identity=value.identity or identity)
             for value, identity in zip(outputs, known, strict=True)
         ]
-        return list(map(_as_normalized, outputs)) if is_layer else outputs
+        return list(map(as_normalized, outputs)) if is_layer else outputs
 
     def _compute(
         self, equation: Any, operands: Sequence[Value], choice: Choice
@@ -195,8 +195,9 @@ class _Frame:
             arrays = [operand.array for operand in operands]
             if any(dtype_in_jax(array).itemsize <= 2 for array in arrays):
                 return evaluate_recomputed(equation, arrays)
-        if equation.primitive.name in LOW and choice.dtype == self.policy.dtype:
-            return self._multiply(equation, operands)
+        is_low = equation.primitive.name in LOW and choice.dtype == self.policy.dtype
+        if is_low or choice.float8 is not None:
+            return self._multiply(equation, operands, choice.float8)
         is_product = equation.primitive.name in self.policy.low
         with context_of(equation):
             arrays = [
@@ -207,32 +208,34 @@ class _Frame:
             return evaluate_without_algorithm(equation, arrays)
         return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
 
-    def _multiply(self, equation: Any, operands: Sequence[Value]) -> Sequence[Any]:
+    def _multiply(self, equation: Any, operands: Any, float8: Any) -> Sequence[Any]:
         """Computes a product in the low dtype, which rounds parameters itself."""
         low = self.policy.dtype
         pairs = list(zip(equation.invars, operands, strict=True))
         # A parameter is kept anyway, and what is computed from one is not.
         stand_in = tuple(value.source is Source.ARGUMENTS for value in operands[:2])
         with context_of(equation):
-            copies = [self._copy(atom, value) for atom, value in pairs[:2]]
+            copies = [self._copy(atom, value, float8) for atom, value in pairs[:2]]
             arrays = [
                 value.array
                 if value.source in OF_PARAMETERS
                 else self._cast_operand(atom, value, low, is_product=True)
                 for atom, value in pairs
             ]
-        is_wide = equation.outvars[0] in self.wide
+        is_wide = any(x in self.wide and is_float32(x) for x in equation.outvars)
         result = jnp.dtype(jnp.float32) if is_wide else low
         params = {**params_in(equation, low), "preferred_element_type": result}
-        return evaluate_product(equation, arrays, copies, params, low, stand_in)
+        settings = params, low, stand_in, float8
+        return evaluate_product(equation, arrays, copies, *settings)
 
-    def _copy(self, atom: core.Var | core.Literal, value: Value) -> Any:
+    def _copy(self, atom: Any, value: Value, float8: Factors) -> Any:
         """The one low copy of a parameter for all products that read it, or None."""
         if value.source not in OF_PARAMETERS or not is_float32(atom):
             return None
-        if atom not in self.copies:
-            self.copies[atom] = cast(value.array, self.policy.dtype)
-        return self.copies[atom]
+        key = atom, float8
+        if key not in self.copies:
+            self.copies[key] = copy_of(value.array, self.policy.dtype, float8)
+        return self.copies[key]
 
     def _cast_operand(
         self, atom: core.Var | core.Literal, value: Value, dtype: Any, is_product: bool
@@ -267,9 +270,3 @@ class _Frame:
                 value = value._replace(origin=Origin.COMPUTED)
             results.append(value)
         return results
-
-
-def _as_normalized(value: Value) -> Value:
-    """Marks a result of a normalization layer."""
-    is_computed = value.origin is Origin.COMPUTED
-    return value._replace(origin=Origin.NORMALIZED) if is_computed else value

@@ -140,6 +140,8 @@ def caller_of(caller: Caller, equation: Any) -> Caller:
 
 def _computed_in(equation: Any, choice: Choice) -> Any:
     """The dtype that an operation computes in, or None if it has no operand."""
+    if choice.float8 is not None:
+        return choice.float8[0]
     if choice.dtype is not None and any(map(is_float32, equation.invars)):
         return choice.dtype
     results = [getattr(x.aval, "dtype", None) for x in equation.outvars[:1]]

@@ -14,10 +14,12 @@ operations, so they need no entries of their own.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from optax_lossscale._jaxprs import scope_of
@@ -89,6 +91,9 @@ class Policy(NamedTuple):
       full: Names of operations that compute in float32.
       widest: Names of operations that compute in their widest operand's dtype.
       scopes: Scopes whose operations stay in float32, each as the names in its path.
+      has_float8: Whether products of parameters take float8 operands.
+      keep: Says of a scope whether its products do not; None if they all do.
+      path: The names of the scope of an operation, for `keep`.
     """
 
     dtype: Any
@@ -97,6 +102,9 @@ class Policy(NamedTuple):
     full: frozenset[str]
     widest: frozenset[str]
     scopes: tuple[tuple[str, ...], ...] = ()
+    has_float8: bool = False
+    keep: Callable[[str], bool] | None = None
+    path: tuple[str, ...] = ()
 
     @property
     def lowers_everything(self) -> bool:
@@ -113,6 +121,24 @@ class Policy(NamedTuple):
             return False
         path = scope_of(equation)
         return any(path[: len(scope)] == scope for scope in self.scopes)
+
+    @property
+    def scope(self) -> str:
+        """The scope of an operation, such as `"Net/Dense_0"`, for `keep`."""
+        return "/".join(self.path)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether `keep` holds the products of this scope back from float8."""
+        answer = False if self.keep is None else self.keep(self.scope)
+        if not isinstance(answer, bool | np.bool_):
+            raise TypeError(f"`keep` must return True or False, got {answer!r}.")
+        return bool(answer)
+
+    @property
+    def reads_scopes(self) -> bool:
+        """Whether it matters in which scope an operation is."""
+        return bool(self.scopes) or self.keep is not None
 
     def check_scopes(self, paths: Iterable[tuple[str, ...]]) -> None:
         """Refuses a scope that no operation of a program is in."""
@@ -133,12 +159,15 @@ class Policy(NamedTuple):
                 )
 
     def inside(self, equation: Any) -> "Policy":
-        """The policy for programs that an operation holds, in the scopes inside it."""
-        if not self.scopes:
+        """The policy for an operation, and for programs that it holds."""
+        if not self.reads_scopes:
             return self
         path = scope_of(equation)
         scopes = (scope for scope in self.scopes if scope[: len(path)] == path)
-        return self._replace(scopes=tuple(scope[len(path) :] for scope in scopes))
+        return self._replace(
+            scopes=tuple(scope[len(path) :] for scope in scopes),
+            path=(*self.path, *path) if self.keep else (),
+        )
 
 
 def make_policy(
@@ -146,6 +175,8 @@ def make_policy(
     level: str,
     low: Sequence[str],
     high: Sequence[str],
+    also: Any,
+    keep: Callable[[str], bool] | None,
     nested: frozenset[str],
 ) -> Policy:
     """The lists at a level, with the caller's names moved to the low or the full list.
@@ -165,27 +196,52 @@ def make_policy(
         raise ValueError(
             f"`low` and `high` must not share names, got {sorted(to_low & to_high)}."
         )
+    dtype, has_float8 = _check_dtypes(dtype, also)
+    if keep is not None and not callable(keep):
+        raise TypeError(f"`keep` must be a function of a scope, got {keep!r}.")
+    if keep is not None and not has_float8:
+        raise ValueError(f"`keep` goes with float8 only, got it with {dtype}.")
     full = SUMS | (SENSITIVE if level == "O1" else POWERS)
     return Policy(
-        dtype=_check_low_dtype(dtype),
+        dtype=dtype,
         level=level,
         low=(LOW | to_low) - to_high,
         full=(full | to_high) - to_low,
         widest=(WIDEST | (SENSITIVE - full)) - to_low - to_high,
         scopes=tuple(tuple(scope[:-1].split("/")) for scope in scopes),
+        has_float8=has_float8,
+        keep=keep and functools.partial(keep),  # Which can be hashed in any case.
     )
 
 
-def _check_low_dtype(dtype: Any) -> Any:
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`dtype` must be a floating dtype, got {dtype!r}.")
-    dtype = jnp.dtype(dtype)
-    if dtype.itemsize == 1:
+def _check_dtypes(dtype: Any, also: Any) -> tuple[Any, bool]:
+    """The low dtype, and whether products of parameters take float8 operands."""
+    dtype = _check_floating("dtype", dtype)
+    has_float8 = dtype == jnp.float8_e4m3fn
+    if dtype.itemsize == 1 and not has_float8:
         raise ValueError(
-            f"`dtype` must be float16 or bfloat16, got {dtype}: in 8 bits each operand "
-            "needs its own scale. (Autocast to float16, and use Flax's "
-            "`nn.Fp8DirectDotGeneralOp` in the layers that should run in float8.)"
+            f"`dtype` must be float8_e4m3fn, float16 or bfloat16, got {dtype}. (Values "
+            "are in float8_e4m3fn; cotangents then are in float8_e5m2.)"
         )
+    if also is not None and not has_float8:
+        raise ValueError(
+            f"`also` goes with float8 only, got {also!r} with {dtype}. (It is the "
+            "dtype of what is not computed in float8.)"
+        )
+    if has_float8:
+        dtype = _check_floating("also", jnp.bfloat16 if also is None else also)
+        if dtype not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"`also` must be bfloat16 or float16, got {dtype}.")
+    return _check_low_dtype(dtype), has_float8
+
+
+def _check_floating(setting: str, dtype: Any) -> Any:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`{setting}` must be a floating dtype, got {dtype!r}.")
+    return jnp.dtype(dtype)
+
+
+def _check_low_dtype(dtype: Any) -> Any:
     if dtype.itemsize != 2:
         raise ValueError(
             f"`dtype` must be narrower than float32, got {dtype}. (Did you mean "

@@ -12,22 +12,23 @@ from jax.experimental import checkify, jet
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from optax_lossscale._autocast.products import (
-    as_written,
-    low_product_p,
-    product_of,
-    split,
-)
+from optax_lossscale._autocast.products import low_product_p
+from optax_lossscale._autocast.written import as_written, product_of, split
 
 
 def _jet(
     primals: Sequence[Any], series: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     """The Taylor series of a product."""
-    copied = params.pop("copied")
-    (primals, _), (series, _) = (split(some, copied) for some in (primals, series))
+    copied, float8 = params.pop("copied"), params.pop("float8")
+    (primals, _), (series, _) = (
+        split(some, copied, float8) for some in (primals, series)
+    )
     function = functools.partial(as_written, copied=(False, False), **params)
     result, out_series = jet.jet(function, primals, series, factorial_scaled=False)
+    if float8 is not None:  # The series itself is in the low dtype.
+        params = {**params, "copied": (False, False), "float8": float8}
+        result = low_product_p.bind(*primals, **params)
     return result, out_series
 
 
@@ -53,6 +54,9 @@ def _partial_eval(
     product = product_of(equation.params["jaxpr"])
     avals = [x.aval for x in product.invars]
     decision = saveable(product.primitive, *avals, **product.params)
+    is_float8 = equation.params["float8"] is not None
+    if isinstance(decision, tuple) and is_float8:  # What it consists of has no rules.
+        decision = False
     if isinstance(decision, tuple):  # Two memories, of the device and of the host.
         function = jax.jit(functools.partial(as_written, **equation.params))
         (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns

@@ -12,10 +12,13 @@ dtype. So rounding and product are one operation here, `low_product`:
 All its derivatives are of the same kind, so this holds for derivatives of any order. It
 costs nothing: hardware adds up the products of low numbers in float32 anyway. A factor
 may come with its rounded copy, which is then read instead of rounding it again.
+
+A product whose factors have float8 dtypes rounds them to float8 instead, as `float8.py`
+says, and so do its derivatives.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,10 +27,34 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from optax_lossscale._autocast.float8 import (
+    COTANGENTS,
+    VALUES,
+    Factors,
+    Rounded,
+    for_cotangent,
+    round_to_float8,
+)
 from optax_lossscale._autocast.policy import LOW
+from optax_lossscale._autocast.values import cast
+from optax_lossscale._autocast.written import (
+    as_written,
+    batched_program,
+    in_dtype,
+    low_of,
+    product_of,
+    program_of,
+    setting,
+    split,
+    transposed_program,
+)
 from optax_lossscale._jaxprs import bind
 
 low_product_p = core.Primitive("low_product")
+# By default cuBLAS adds up products of float8 numbers in fewer bits than float32 has.
+_SUMS_OF_GRADIENTS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+# Each of these names dtypes of operands.
+_ALGORITHMS = (lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
 def low_product(
@@ -37,6 +64,7 @@ def low_product(
     low: Any,
     params: dict[str, Any],
     stand_in: tuple[bool, ...] = (False, False),
+    float8: Factors = None,
 ) -> Any:
     """Applies a product to operands, of which those in float32 are rounded.
 
@@ -44,93 +72,44 @@ def low_product(
       product: The primitive, one of those in `LOW`.
       operands: The two factors, in the low dtype or in float32, and what else it reads.
       copies: For each factor its rounded copy, or None. Forward and backward pass then
-        read the same copy, so that devices that share a parameter gather it once.
+        read the same copy, so that devices that share a parameter gather it once. In
+        float8 a copy is a `Rounded`.
       low: The low dtype.
       params: The parameters of the primitive. `preferred_element_type` is the dtype of
         the result, the low one or float32.
       stand_in: For each factor, whether its copy takes its place in the gradient of the
         other factor, so that only the copy is saved. Second derivatives then are low.
+      float8: For each factor the float8 dtype that it is rounded to, or None.
 
     Returns:
       The product. The gradient of each factor has its dtype.
     """
     dtypes = {jnp.result_type(x) for x in operands[:2]}
-    if {*dtypes, params["preferred_element_type"]} == {low}:
+    if float8 is None and {*dtypes, params["preferred_element_type"]} == {low}:
         return bind(product, operands, params)[0]
     avals = map(jax.typeof, operands)
-    program = _program(product, low, tuple(params.items()), *avals)
-    return _bind(program, operands, copies, stand_in)
+    program = program_of(product, low, tuple(params.items()), *avals)
+    return _bind(program, operands, copies, stand_in, float8)
+
+
+def copy_of(parameter: Any, low: Any, float8: Factors) -> Any:
+    """The rounded copy of a parameter, for all products that read it."""
+    if float8 is None:
+        return cast(parameter, low)
+    return round_to_float8(parameter, VALUES)
 
 
 def _bind(
     jaxpr: core.ClosedJaxpr,
     operands: Sequence[Any],
     copies: Sequence[Any],
-    stand_in: tuple[bool, ...] = (False, False),
+    stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> Any:
-    given = [copy for copy in copies if copy is not None]
+    given = jax.tree.leaves(copies)
     copied = tuple(copy is not None for copy in copies)
-    return low_product_p.bind(
-        *operands, *given, jaxpr=jaxpr, copied=copied, stand_in=stand_in
-    )
-
-
-def split(
-    operands: Sequence[Any], copied: Sequence[bool]
-) -> tuple[Sequence[Any], list[Any]]:
-    """The operands of a `low_product` without the copies, and the copies."""
-    count = len(operands) - sum(copied)
-    given = iter(operands[count:])
-    return operands[:count], [next(given) if flag else None for flag in copied]
-
-
-@functools.lru_cache(maxsize=4096)
-def _program(
-    product: core.Primitive, low: Any, items: tuple[Any, ...], *avals: Any
-) -> core.ClosedJaxpr:
-    """The product of the rounded factors, as a program."""
-
-    def apply(*operands: Any) -> Any:
-        return bind(product, operands, dict(items))[0]
-
-    return jax.make_jaxpr(apply)(*_in(low, avals))
-
-
-def product_of(program: core.ClosedJaxpr) -> Any:
-    """The product in the program of a `low_product`."""
-    return program.jaxpr.eqns[-1]
-
-
-def _low_of(program: core.ClosedJaxpr) -> Any:
-    """The low dtype in the program of a `low_product`."""
-    return product_of(program).invars[0].aval.dtype
-
-
-def as_written(
-    *operands: Any,
-    jaxpr: core.ClosedJaxpr,
-    copied: Sequence[bool],
-    stand_in: Sequence[bool] = (),
-    platform: str = "",
-) -> Any:
-    """The same as several operations, in a form that XLA for a platform can compute."""
-    equation, low = product_of(jaxpr), _low_of(jaxpr)
-    dtype = jaxpr.out_avals[0].dtype
-    wide, copies = split(operands, copied)
-    factors = [
-        lax.convert_element_type(x, low) if copy is None else copy
-        for x, copy in zip(wide[:2], copies, strict=True)
-    ]
-    params, primitive = dict(equation.params), equation.primitive
-    if platform in ("cuda", "rocm") and primitive.name == "conv_general_dilated":
-        # GPUs have no convolution of low operands with a float32 result. XLA would
-        # convolve float32 copies of them instead.
-        params["preferred_element_type"] = low
-    if platform == "cpu" and low == jnp.bfloat16 and dtype == jnp.float32:
-        # CPUs have such a product for some shapes only. This one gives the same.
-        factors = [lax.convert_element_type(x, dtype) for x in factors]
-    (result,) = bind(primitive, [*factors, *wide[2:]], params)
-    return lax.convert_element_type(result, dtype)
+    params = {"copied": copied, "stand_in": stand_in, "float8": float8}
+    return low_product_p.bind(*operands, *given, jaxpr=jaxpr, **params)
 
 
 def _register_lowering(platform: str | None) -> None:
@@ -142,26 +121,33 @@ def _register_lowering(platform: str | None) -> None:
 for _platform in (None, "cpu", "cuda", "rocm"):
     _register_lowering(_platform)
 
-_run = jax.jit(low_product_p.bind, static_argnames=("jaxpr", "copied", "stand_in"))
+_STATIC = ("jaxpr", "copied", "stand_in", "float8")
+_run_compiled = jax.jit(low_product_p.bind, static_argnames=_STATIC)
+
+
+def _run(*operands: Any, **params: Any) -> Any:
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return as_written(*operands, platform=jax.default_backend(), **params)
+    return _run_compiled(*operands, **params)
+
+
 low_product_p.def_impl(_run)
 
 
 def _abstract(
-    *given: Any, jaxpr: core.ClosedJaxpr, copied: Sequence[bool], stand_in: Any
+    *given: Any,
+    jaxpr: core.ClosedJaxpr,
+    copied: Sequence[bool],
+    float8: Factors,
+    **params: Any,
 ) -> Any:
-    equation, (avals, _) = product_of(jaxpr), split(given, copied)
+    equation, (avals, _) = product_of(jaxpr), split(given, copied, float8)
     return equation.primitive.abstract_eval(
-        *_in(_low_of(jaxpr), avals), **equation.params
+        *in_dtype(low_of(jaxpr), avals), **equation.params
     )
 
 
 low_product_p.def_effectful_abstract_eval(_abstract)
-
-
-def _in(dtype: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
-    """The same avals, with the factors in another dtype, which is not a weak one."""
-    factors = (aval.update(dtype=dtype, weak_type=False) for aval in avals[:2])
-    return *factors, *avals[2:]
 
 
 def _tangent(
@@ -171,12 +157,13 @@ def _tangent(
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
     stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> tuple[Any, Any]:
     """The rule of a product: the sum over the factors, each with its tangent.
 
     The copies have none, because their factors have it.
     """
-    operands, copies = split(primals, copied)
+    operands, copies = split(primals, copied, float8)
     terms = []
     for i, tangent in enumerate(tangents[:2]):
         if isinstance(tangent, ad.Zero):
@@ -184,9 +171,11 @@ def _tangent(
         factors, others, j = list(operands), list(copies), 1 - i
         factors[i], others[i] = tangent, None
         if stand_in[j] and copied[j]:
-            factors[j], others[j] = copies[j], None
-        terms.append(_bind(jaxpr, factors, others))
-    result = _bind(jaxpr, operands, copies, stand_in)
+            # A copy in float8 has no derivative, and no second one would be right.
+            low = lax.convert_element_type(operands[j], low_of(jaxpr))
+            factors[j], others[j] = low if float8 else copies[j], None
+        terms.append(_bind(jaxpr, factors, others, (False, False), float8))
+    result = _bind(jaxpr, operands, copies, stand_in, float8)
     if terms:
         return result, functools.reduce(lax.add, terms)
     return result, lax.full_like(result, 0)
@@ -201,54 +190,29 @@ def _transpose(
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
     stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> list[Any]:
     """The gradient for the one factor of which the product is a linear function."""
     results: list[Any] = [None] * len(operands)
-    factors, copies = split(operands, copied)
+    factors, copies = split(operands, copied, float8)
     (place,) = (i for i, x in enumerate(factors) if ad.is_undefined_primal(x))
     if not isinstance(cotangent, ad.Zero):
         aval = factors[place].aval
         given = [cotangent, *(x for i, x in enumerate(factors) if i != place)]
-        program = _transposed(jaxpr, place, _setting(), aval, *map(jax.typeof, given))
+        program = transposed_program(
+            jaxpr, place, setting(), aval, *map(jax.typeof, given)
+        )
         others = [None, copies[1 - place]]
-        results[place] = _evaluate(program, given, others, jaxpr, aval.dtype)
+        dtypes = None if float8 is None else for_cotangent(float8[1 - place])
+        if float8 is not None and dtypes is None:
+            others = [None, None]
+        results[place] = _evaluate(
+            program, given, others, jaxpr, aval.dtype, float8=dtypes
+        )
     return results
 
 
 ad.primitive_transposes[low_product_p] = _transpose
-
-
-@functools.lru_cache(maxsize=4096)
-def _transposed(
-    jaxpr: core.ClosedJaxpr, place: int, setting: Any, factor: Any, *avals: Any
-) -> core.ClosedJaxpr:
-    """The transpose of a product for one factor, as a program for float32.
-
-    `setting` is part of the key only; `avals` are those of the cotangent, of the other
-    factor and of the rest.
-    """
-    apply = _in_float32(jaxpr)
-
-    def pull_back(cotangent: Any, *others: Any) -> Any:
-        def of_factor(x: Any) -> Any:
-            return apply(*others[:place], x, *others[place:])
-
-        (factor_aval,) = _in(jnp.float32, [factor])
-        return jax.linear_transpose(of_factor, factor_aval)(cotangent)[0]
-
-    return jax.make_jaxpr(pull_back)(*_in(jnp.float32, avals))
-
-
-def _setting() -> Any:
-    """The setting of JAX that a product without a precision reads when it is traced."""
-    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-
-
-def _in_float32(jaxpr: core.ClosedJaxpr) -> Callable[..., Any]:
-    """The product in a program, as a function of float32 arrays."""
-    equation = product_of(jaxpr)
-    params = {**equation.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-    return lambda *operands: bind(equation.primitive, operands, params)[0]
 
 
 def _evaluate(
@@ -258,28 +222,41 @@ def _evaluate(
     jaxpr: core.ClosedJaxpr,
     dtype: Any,
     stand_in: tuple[bool, ...] = (False, False),
+    float8: Factors = None,
 ) -> Any:
     """Evaluates moves and a product as low as that in `jaxpr`, with a result dtype.
 
-    The copies of the first two operands are moved as these are.
+    The copies of the first two operands are moved as these are. `float8` holds the
+    float8 dtypes of these two.
     """
-    # For each variable its array, and the copy of this array or None.
+    # For each variable its array, the copy of this array or None, and its float8 dtype.
+    factors, to_float8 = program.jaxpr.invars[:2], dict[Any, Any]()
     arrays = dict(zip(program.jaxpr.invars, operands, strict=True))
-    moved = dict(zip(program.jaxpr.invars[:2], copies, strict=True))
+    moved = dict(zip(factors, copies, strict=True))
+    if float8 is not None:
+        to_float8.update(zip(factors, float8, strict=True))
     for equation in program.jaxpr.eqns:
         inputs = [_read(arrays, atom) for atom in equation.invars]
         low_inputs = [_read(moved, atom) for atom in equation.invars]
+        dtypes = [to_float8.get(atom) for atom in equation.invars]
         params, primitive = dict(equation.params), equation.primitive
         low_outputs: list[Any] = [None] * len(equation.outvars)
         if primitive.name in LOW:
             params["preferred_element_type"] = dtype
-            low = _low_of(jaxpr)
-            outputs = [
-                low_product(primitive, inputs, low_inputs[:2], low, params, stand_in)
-            ]
+            given = low_inputs[:2], low_of(jaxpr), params, stand_in
+            pair = (dtypes[0], dtypes[1]) if float8 else None
+            if pair and COTANGENTS in pair:
+                params["precision"] = _SUMS_OF_GRADIENTS
+            elif pair and isinstance(params["precision"], _ALGORITHMS):
+                params["precision"] = None
+            outputs = [low_product(primitive, inputs, *given, pair)]
         else:
+            to_float8.update((x, dtypes[0]) for x in equation.outvars)
             outputs = list(bind(primitive, inputs, params))
-            if all(x is not None for x in low_inputs):
+            if isinstance(low_inputs[0], Rounded):
+                (array,) = bind(primitive, [low_inputs[0].array], params)
+                low_outputs = [low_inputs[0]._replace(array=array)]
+            elif all(x is not None for x in low_inputs):
                 low_outputs = list(bind(primitive, low_inputs, params))
         arrays.update(zip(equation.outvars, outputs, strict=True))
         moved.update(zip(equation.outvars, low_outputs, strict=True))
@@ -298,37 +275,31 @@ def _batch(
     jaxpr: core.ClosedJaxpr,
     copied: Sequence[bool],
     stand_in: tuple[bool, ...],
+    float8: Factors,
 ) -> tuple[Any, int]:
     """The product of batches of factors."""
     (operands, copies), (axes, axes_of_copies) = (
-        split(some, copied) for some in (operands, axes)
+        split(some, copied, float8) for some in (operands, axes)
     )
     axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
     copies = [
-        copy if axis == other else None
+        copy if _is_batched_alike(axis, other) else None
         for copy, axis, other in zip(copies, axes_of_copies, axes[:2], strict=True)
     ]
-    program, axis = _batched(jaxpr, axes, _setting(), *map(jax.typeof, operands))
+    program, axis = batched_program(jaxpr, axes, setting(), *map(jax.typeof, operands))
     dtype = jaxpr.out_avals[0].dtype
-    return _evaluate(program, operands, copies, jaxpr, dtype, stand_in), axis
+    result = _evaluate(program, operands, copies, jaxpr, dtype, stand_in, float8)
+    return result, axis
+
+
+def _is_batched_alike(copy: Any, factor: int | None) -> bool:
+    """Whether the copy of a factor can stand for it, by the axes of their batches.
+
+    In float8, a batch has one scale, and so a batch of copies cannot.
+    """
+    if isinstance(copy, Rounded):
+        return factor is None and not any(isinstance(axis, int) for axis in copy)
+    return bool(copy == factor)
 
 
 batching.primitive_batchers[low_product_p] = _batch
-
-
-@functools.lru_cache(maxsize=4096)
-def _batched(
-    jaxpr: core.ClosedJaxpr, axes: tuple[int | None, ...], setting: Any, *avals: Any
-) -> tuple[core.ClosedJaxpr, int]:
-    """A product of batches, as a program for float32, and the batch axis of its result.
-
-    That is the axis with the shortest program, so that the result need not be moved.
-    """
-
-    def program_with(axis: int) -> core.ClosedJaxpr:
-        function = jax.vmap(_in_float32(jaxpr), in_axes=axes, out_axes=axis)
-        return jax.make_jaxpr(function)(*_in(jnp.float32, avals))
-
-    rank = jaxpr.out_avals[0].ndim + 1
-    programs = [(program_with(axis), axis) for axis in range(rank)]
-    return min(programs, key=lambda pair: len(pair[0].eqns))

@@ -59,6 +59,8 @@ def autocast(
     level: str = "O1",
     low: Sequence[str] = (),
     high: Sequence[str] = (),
+    also: jax.typing.DTypeLike | None = None,
+    keep: Callable[[str], bool] | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
@@ -68,6 +70,8 @@ def autocast(
     level: str = "O1",
     low: Sequence[str] = (),
     high: Sequence[str] = (),
+    also: jax.typing.DTypeLike | None = None,
+    keep: Callable[[str], bool] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Callable[..., Any] | None = None,
@@ -76,6 +80,8 @@ def autocast(
     level: str = "O1",
     low: Sequence[str] = (),
     high: Sequence[str] = (),
+    also: jax.typing.DTypeLike | None = None,
+    keep: Callable[[str], bool] | None = None,
 ) -> Callable[..., Any]:
     """Runs a function that was written for float32 in a low dtype where that is safe.
 
@@ -103,7 +109,7 @@ def autocast(
 
     * *Squares.* A product of a value with itself, such as `y * y`, or `y @ y` of one
       axis, is computed in float32. `y @ y.T` is a matrix product.
-    * *Sums.* A matrix product with an array of equal numbers is a sum, and a
+    * *Sums.* A matrix product with a vector of equal numbers is a sum, and a
       contraction of size 1 is elementwise; both are computed in float32.
     * *Biases and masks.* An argument of one axis that is added to a product is its
       bias. The sum is computed in float32 and rounded. The argument may also be a mask:
@@ -146,6 +152,28 @@ def autocast(
     **Fused kernels** are chosen when a function is traced, in float32. Mark one that
     needs low inputs, such as cuDNN's attention, with `low_precision`.
 
+    **float8** (experimental: it has not run on a GPU yet). With `float8_e4m3fn` all is
+    as with bfloat16, but matrix products round their operands to 8 bits. Each operand
+    is scaled by a power of two, so that its largest magnitude just fits, and the result
+    is scaled back. The products of the backward pass do the same: the cotangent is
+    rounded to `float8_e5m2`, and the gradient of a float32 weight is still a float32
+    sum. Nothing has to be stored between steps, and no loss scale is needed.
+
+    * *Which products.* Those that have a parameter as a factor, or anything else that
+      is computed from arguments without a product. In the product of `m x k` with
+      `k x n`, all three sizes must be multiples of 16. Convolutions, the products of
+      attention and all others are computed in bfloat16; `autocast_report` says why.
+    * *NaN and infinities* in an operand become NaN where they are read. Finite numbers
+      stay finite, unless the largest magnitudes of both factors multiply to more than
+      about 1e43. Below about 1e-31 the product is zero.
+    * *One scale for each array.* An entry that is about 2**18 times as large as the
+      others rounds them all to zero. Under `vmap` the whole batch has one scale, and a
+      product that had no batch when `fun` was traced may not qualify: wrap the function
+      that calls `vmap`. Under `pmap` and `shard_map` each device has its own.
+    * *Hardware.* NVIDIA GPUs from compute capability 8.9 on (Ada, Hopper, Blackwell)
+      multiply float8. Elsewhere XLA multiplies the rounded numbers in a wider dtype,
+      which gives the same results, and takes longer than bfloat16.
+
     **Modules.** `fun` may be a module or a method of one, in its class or bound. If a
     call changes a module of `flax.nnx` or a bound module of `flax.linen`, such as its
     batch statistics or dropout counts, the change reaches that module. For this an NNX
@@ -162,7 +190,7 @@ def autocast(
       fun: A pure function of pytrees, usually a loss, written for float32. Arguments
         that are not arrays are static. It may change modules, as said above. Without
         it, a decorator with the other settings is returned.
-      dtype: float16 or bfloat16.
+      dtype: float16, bfloat16 or float8_e4m3fn.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       low: Names of further JAX primitives to run in `dtype`, such as `"cumsum"`. Where
         the backend cannot run them in `dtype`, they stay in float32, and
@@ -171,16 +199,24 @@ def autocast(
         of scopes, which end with `/`, such as `"Net/Dense_0/"`. A scope is the path of
         a module, or a `jax.named_scope`; `diagnostics.trace_operations` lists them, and
         `diagnostics.suggest_full_precision` returns such names.
+      also: With float8, the dtype of what is not computed in float8: bfloat16, which is
+        the default, or float16, which needs `loss_scaled`.
+      keep: With float8, `keep(scope) -> bool` says of each scope, such as
+        `"Net/Dense_0"`, whether its products stay in `also`, as those of a model's
+        first and last layers should. It is asked for each product that could be in
+        float8.
 
     Returns:
       A function with the signature of `fun` and results of the same dtypes; without
       `fun`, a decorator that makes one.
 
     Raises:
-      TypeError: If `fun` is not a function, such as a class or a dtype, or if `dtype`
-        is not floating.
-      ValueError: If `dtype` is float8, or not narrower than float32; if the level is
-        unknown; if a name in `low` or `high` is not that of a primitive. When the
+      TypeError: If `fun` is not a function, such as a class or a dtype, if `dtype` or
+        `also` is not floating, or if `keep` is not a function of True or False.
+      ValueError: If `dtype` is another float8 dtype, or not narrower than float32; if
+        `also` is neither float16 nor bfloat16; if `also` or `keep` is given without
+        float8; if the level is unknown; if a name in `low` or `high` is not that of a
+        primitive. When the
         result is called, if no operation is in a scope that `high` names; if `fun`
         changes an argument in place that is not a module, or a module of `flax.nnx`
         that is not an argument.
@@ -193,17 +229,26 @@ def autocast(
       >>> ols.autocast(layer)(w, x)  # The product in float16, the softmax in float32.
       Array([[0.5, 0.5]], dtype=float32)
 
+      In float8, a number between two neighbours is rounded to the nearer one.
+
+      >>> w, x = jnp.ones((16, 16)), jnp.full((16, 16), 17.0)
+      >>> ols.autocast(jnp.dot, jnp.float8_e4m3fn)(x, w)[0, 0]  # 17 becomes 16.
+      Array(256., dtype=float32)
+
     References:
       https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference;
       https://nvidia.github.io/apex/amp.html#opt-levels; `amp_level` of
-      `mindspore.amp.auto_mixed_precision`.
+      `mindspore.amp.auto_mixed_precision`; `Float8CurrentScaling` of
+      https://github.com/NVIDIA/TransformerEngine; for `keep`, `module_filter_fn` of
+      https://github.com/pytorch/ao/tree/main/torchao/float8.
     """
-    policy = make_policy(dtype, level, low, high, nested=NESTED_NAMES)
+    policy = make_policy(dtype, level, low, high, also, keep, nested=NESTED_NAMES)
 
     def decorate(fun: Callable[..., Any]) -> Any:
         cast_fun = _cast(fun, policy=policy)
         if isinstance(cast_fun, types.FunctionType):
-            again = functools.partial(autocast, fun, dtype, level=level, low=low)
+            settings: Any = {"level": level, "low": low, "also": also, "keep": keep}
+            again = functools.partial(autocast, fun, dtype, **settings)
             # A wrapper may copy the attributes of the function, and so needs its own.
             cast_fun.autocast = Again(  # type: ignore[attr-defined]
                 id(cast_fun), lambda more: again(high=[*high, *more])
@@ -233,7 +278,7 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        if not policy.scopes:
+        if not policy.reads_scopes:
             return call_cast(*args, **kwargs)
         with named_calls(fun, (args, kwargs)):
             return call_cast(*args, **kwargs)
@@ -252,7 +297,8 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
         kinds = one_of_each(leaves)
         has_modules = any(map(is_module, kinds))
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in kinds)
-        if not (has_modules or scopes or is_traced or is_collecting()):
+        is_new = is_traced or is_collecting() or policy.keep is not None
+        if not (has_modules or scopes or is_new):
             results = _call_compiled(policy, fun, args, kwargs)
             if results is not None:
                 return results.func(*results.args)

@@ -121,6 +121,12 @@ def as_computed(
     ]
 
 
+def as_normalized(value: Value) -> Value:
+    """Marks a result of a normalization layer."""
+    is_computed = value.origin is Origin.COMPUTED
+    return value._replace(origin=Origin.NORMALIZED) if is_computed else value
+
+
 def as_results(results: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
     """The results of a loop or of devices; a mask in them is still one."""
     origins = [x.origin if x.origin in OF_MASKS else Origin.COMPUTED for x in results]

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_lossscale._autocast.products import low_product_p, product_of, split
+from optax_lossscale._autocast.products import low_product_p
+from optax_lossscale._autocast.written import product_of, split
 from optax_lossscale._jaxprs import bind, evaluate, programs_of
 from optax_lossscale._operations.values import Value, is_narrow, widened
 from optax_lossscale._tree import wide_dtype
@@ -36,7 +37,8 @@ def in_float32(
     # Such as an operation on bits, or a kernel that is written for one dtype.
     with contextlib.suppress(Exception):
         if is_product:
-            references, _ = split(references, equation.params["copied"])
+            params = equation.params
+            references, _ = split(references, params["copied"], params["float8"])
             equation = product_of(equation.params["jaxpr"])
         params = {key: _wide_param(x) for key, x in equation.params.items()}
         if not _has_side_effect(equation):
@@ -106,6 +108,12 @@ def _wide_param(param: Any) -> Any:
     if isinstance(param, core.Jaxpr | core.ClosedJaxpr):
         return _wide_program(param)
     return _wide(param) if isinstance(param, np.dtype) else param
+
+
+def is_rounding_to_float8(equation: core.JaxprEqn) -> bool:
+    """Whether an operation makes a copy of a parameter, for products in float8."""
+    is_pair = len(equation.outvars) == 2  # The copy, and the exponent of its scale.
+    return equation.params.get("name") == "round_to_float8" and is_pair
 
 
 def is_saturation(equation: core.JaxprEqn) -> bool:

@@ -17,7 +17,8 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from optax_lossscale._autocast.policy import MOVES
-from optax_lossscale._autocast.products import low_product_p, product_of
+from optax_lossscale._autocast.products import low_product_p
+from optax_lossscale._autocast.written import product_of
 from optax_lossscale._jaxprs import (
     evaluate,
     scope_of,
@@ -27,7 +28,11 @@ from optax_lossscale._jaxprs import (
 )
 from optax_lossscale._operations.dependence import needed
 from optax_lossscale._operations.nesting import NESTINGS
-from optax_lossscale._operations.reference import in_float32, is_saturation
+from optax_lossscale._operations.reference import (
+    in_float32,
+    is_rounding_to_float8,
+    is_saturation,
+)
 from optax_lossscale._operations.statistics import (
     Health,
     Statistics,
@@ -117,6 +122,9 @@ def _apply(frame: Frame) -> list[Value]:
     """Evaluates one operation and returns its results."""
     primitive = frame.equation.primitive
     evaluate_programs = NESTINGS.get(primitive) or NESTINGS.get(primitive.name)
+    if is_rounding_to_float8(frame.equation):  # It is part of the product.
+        arrays = [operand.array for operand in frame.operands]
+        return [Value(array, array) for array in evaluate(frame.equation, arrays)]
     if evaluate_programs is None or is_saturation(frame.equation):
         return _apply_alone(frame)
     where = user_line(frame.equation) or frame.context.where

@@ -90,7 +90,7 @@ def trace_operations(
         it is under `autocast`, or calls a function that is, it runs as it is. Otherwise
         it runs as `autocast(fun, dtype, level=level)`.
       *args: Its arguments, with values. Bind keyword arguments by `functools.partial`.
-      dtype: float16 or bfloat16.
+      dtype: float16, bfloat16 or float8_e4m3fn.
       level: `"O0"` to `"O3"`, as in `autocast`. `"O0"` traces a model that casts by
         itself, such as one with `dtype=jnp.float16`, exactly as it is.
       loss_scale: The loss scale, dimensionless, from `2**-126` to `2**126`.

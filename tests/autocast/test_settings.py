@@ -6,6 +6,8 @@ import pytest
 import optax_lossscale as ols
 from helpers.under_autocast import X, dot_loss
 
+FLOAT8 = {"dtype": jnp.float8_e4m3fn}
+
 
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
@@ -17,8 +19,13 @@ from helpers.under_autocast import X, dot_loss
         ({"dtype": jnp.complex64}, TypeError, "`dtype` must be a floating dtype"),
         ({"dtype": jnp.float32}, ValueError, "must be narrower than float32"),
         ({"dtype": "float64"}, ValueError, "must be narrower than float32"),
-        ({"dtype": jnp.float8_e4m3fn}, ValueError, "Fp8DirectDotGeneralOp"),
-        ({"dtype": jnp.float8_e5m2}, ValueError, "needs its own scale"),
+        ({"dtype": jnp.float8_e5m2}, ValueError, "must be float8_e4m3fn, float16"),
+        ({"dtype": jnp.float8_e4m3fnuz}, ValueError, "must be float8_e4m3fn, float16"),
+        ({"also": jnp.bfloat16}, ValueError, "`also` goes with float8 only"),
+        ({**FLOAT8, "also": jnp.float32}, ValueError, "`also` must be bfloat16 or"),
+        ({**FLOAT8, "also": jnp.int8}, TypeError, "`also` must be a floating dtype"),
+        ({"keep": bool}, ValueError, "`keep` goes with float8 only"),
+        ({**FLOAT8, "keep": "head"}, TypeError, "`keep` must be a function"),
         ({"low": ["expp"]}, ValueError, r"Did you mean 'exp'\?"),
         ({"low": ["matmul"]}, ValueError, r"Did you mean 'dot_general'\?"),
         ({"high": ["nothing_like_it"]}, ValueError, "got 'nothing_like_it'"),

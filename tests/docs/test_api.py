@@ -14,7 +14,7 @@ SIGNATURES = {
     ols: """
 adopt_inner_state(inner_state, loss_scale=None)
 all_finite(tree, *, axis_name=None)
-autocast(fun=None, dtype=float16, *, level="O1", low=(), high=())
+autocast(fun=None, dtype=float16, *, level="O1", low=(), high=(), also=None, keep=None)
 autocast_report(fun, *args, **kwargs)
 cast_params(params, dtype=float16, *, keep=None)
 dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from _lib.compiled_text import bytes_and_kernels
-from _lib.devices import device_of
+from _lib.compiled_text import bytes_and_kernels, products_of, sent_arrays
+from _lib.devices import device_of, devices_of
 from compact_masters import FORMS, cost, limit
 from helpers.compiled import compiled_step, run_on_cpu
 from helpers.inner import lenient
+from optax_lossscale._autocast.float8 import round_to_float8
 
 pytest.importorskip("jax_cuda12_plugin", reason="jax[cuda12] is not installed")
 pytestmark = pytest.mark.cuda_aot
@@ -238,3 +240,62 @@ def test_in_a_whole_step_loss_scaling_reads_the_gradients_once_more(model, gpu):
     )
     moved = [bytes_and_kernels(step.as_text())[0] for step in (bare, scaled)]
     assert moved[1] < 1.01 * (moved[0] + read)
+
+
+def of_two_layers(params, x):
+    return jnp.mean(jax.nn.gelu(x @ params["a"]) @ params["b"]) ** 2
+
+
+@pytest.mark.parametrize("options", [None, CUBLAS_LT], ids=["triton", "cublas_lt"])
+def test_all_five_products_of_a_gradient_are_in_float8(options):
+    args = {"a": jnp.ones((64, 128)), "b": jnp.ones((128, 48))}, jnp.ones((32, 64))
+    fun = jax.grad(ols.autocast(of_two_layers, jnp.float8_e4m3fn))
+    program = compiled(fun, *args, options=options).as_text()
+    found = products_of(program)
+    assert found == {"f8e4m3fn": 2, "f8e4m3fn/f8e5m2": 3}
+    assert program.count('"__cublas$lt$matmul$f8"') == (5 if options else 0)
+
+
+def test_an_older_gpu_multiplies_the_rounded_numbers_in_float16():
+    args = {"a": jnp.ones((64, 128)), "b": jnp.ones((128, 48))}, jnp.ones((32, 64))
+    fun = jax.grad(ols.autocast(of_two_layers, jnp.float8_e4m3fn))
+    assert products_of(compiled(fun, *args, gpu="v100").as_text()) == {"f16": 5}
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "v100"])
+def test_a_gpu_rounds_to_float8_as_the_reference_does(gpu):
+    x = RNG.normal(size=512).astype(np.float32)
+    x[:3] = [np.nan, np.inf, -np.inf]
+
+    def fun(x):
+        return round_to_float8(x, jnp.dtype(jnp.float8_e4m3fn))
+
+    array, exponent = run_on_cpu(compiled(fun, x, gpu=gpu), x)
+    largest = np.max(np.abs(x), where=np.isfinite(x), initial=0)
+    assert int(exponent) == np.floor(np.log2(448 / largest))
+    scaled = np.where(np.isfinite(x), np.ldexp(x, int(exponent)), np.nan)
+    expected = scaled.astype(jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(
+        np.asarray(array, np.float32), expected.astype(np.float32)
+    )
+
+
+def test_gpus_gather_each_parameter_once_in_float8_and_sum_gradients_in_float32():
+    mesh = Mesh(np.array(devices_of("cuda", 4)), ("d",))
+    split = NamedSharding(mesh, P("d"))
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=split)] * 3
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=split)
+    gradient = jax.grad(ols.autocast(loss, jnp.float8_e4m3fn))
+    lowered = jax.jit(gradient, out_shardings=[split] * 3).lower(params, x)
+    sent = list(sent_arrays(lowered.compile().as_text()))
+    large = [x for x in sent if x.elements % 256**2 == 0]
+    gathered = sum(x.elements for x in large if x.is_gather)
+    assert gathered == 3 * 256**2
+    assert {x.dtype for x in large if x.is_gather} == {"f8e4m3fn"}
+    assert {x.dtype for x in large if not x.is_gather} == {"f32"}
