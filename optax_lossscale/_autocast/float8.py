@@ -7,9 +7,9 @@ float8 dtype, and then rounded. The product is multiplied by the inverse powers 
     quantized(x) = round(x * 2**k(x))
     product      = (quantized(x) @ quantized(y)) * 2**(-k(x) - k(y))
 
-Multiplying by a power of two is exact, so the rounding to float8 is the only error. The
-scales are factors of the result, because XLA then computes the product in float8. (If
-they are factors of operands that are cast up first, it computes it in bfloat16.)
+Multiplying by a power of two is exact, so nothing is rounded but the factors and the
+result. The scales are factors of the result, because XLA then computes the product in
+float8. (If they are factors of operands that are cast up first, it uses bfloat16.)
 
 Values are in float8_e4m3fn. Cotangents are in float8_e5m2, which has a wider range and
 fewer digits. No hardware multiplies two arrays in float8_e5m2.
@@ -40,6 +40,12 @@ VALUES, COTANGENTS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 # For each factor of a product its float8 dtype, or None if the product is not float8.
 Factors = tuple[Any, Any] | None
 OF_VALUES: Factors = (VALUES, VALUES)
+# GPUs multiply blocks of this many entries along each axis.
+_MULTIPLE = 16
+_OTHERS = {
+    "conv_general_dilated": "a convolution",
+    "ragged_dot_general": "a ragged product",
+}
 
 
 class Rounded(NamedTuple):
@@ -52,14 +58,6 @@ class Rounded(NamedTuple):
 
     array: Any
     exponent: Any
-
-
-# GPUs multiply blocks of this many entries along each axis.
-_MULTIPLE = 16
-_OTHERS = {
-    "conv_general_dilated": "a convolution",
-    "ragged_dot_general": "a ragged product",
-}
 
 
 def reason_not_float8(

@@ -359,6 +359,24 @@ def test_by_autocast_gradients_cross_devices_in_float32(tmp_path):
     assert float(errors["one product", "Flax, dtype=float16"]["on 8"]) > 3e-4
 
 
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
+def test_gradients_in_float8_are_as_near_as_those_of_flax(tmp_path):
+    path = tmp_path / "float8.json"
+    command = [sys.executable, BENCHMARKS / "float8.py", "--quick", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    rows = json.loads(path.read_text())["Error of the gradients"]
+    errors = {
+        name: float(error.rstrip("%")) for name, error in list(rows[-1].items())[1:]
+    }
+    assert rows[-1]["layer"] == "all"
+    assert 1 < errors["float8"] < 12
+    assert (
+        errors["last layer in bfloat16"] < 1.1 * errors["Flax's Fp8DirectDotGeneralOp"]
+    )
+    assert errors["first and last in bfloat16"] < errors["last layer in bfloat16"]
+    assert errors["bfloat16"] < 0.2 * errors["float8"]
+
+
 def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     path = tmp_path / "speed.json"
     command = [sys.executable, BENCHMARKS / "autocast_speed.py", "--json", path]

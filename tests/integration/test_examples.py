@@ -64,6 +64,7 @@ def options_of(precision: str) -> argparse.Namespace:
     [
         ("float32", lambda fun: fun, jnp.float32, 1.0),
         ("bfloat16", lambda fun: ols.autocast(fun, jnp.bfloat16), jnp.float32, 1.0),
+        ("float8", ols.autocast(dtype=jnp.float8_e4m3fn), jnp.float32, 1.0),
         ("float16", ols.autocast, jnp.float32, 2.0**15),
         ("float16-unscaled", ols.autocast, jnp.float32, 1.0),
         ("O2", ols.autocast(level="O2"), jnp.float32, 2.0**15),
@@ -73,7 +74,7 @@ def options_of(precision: str) -> argparse.Namespace:
 )
 def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scale):
     options = options_of(precision)
-    params = cast_params({"w": jnp.ones((2, 3))}, options)
+    params = cast_params({"w": jnp.ones((32, 16))}, options)
     assert params["w"].dtype == of_params
 
     def fun(params, x):
@@ -81,14 +82,15 @@ def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scal
 
     with jax.numpy_dtype_promotion("standard"):
         programs = [
-            str(jax.make_jaxpr(each)(params, jnp.ones((4, 2))))
+            str(jax.make_jaxpr(each)(params, jnp.ones((16, 32))))
             for each in (cast(fun, options), wrap(fun))
         ]
     assert programs[0] == programs[1]
     assert ("f16" in programs[0]) == (precision != "float32")
+    assert ("float8_e4m3fn" in programs[0]) == (precision == "float8")
     state = with_loss_scale(optax.sgd(0.1), options).init(params)
     assert ols.get_loss_scale(state) == loss_scale
-    assert len(PRECISIONS) == 7
+    assert len(PRECISIONS) == 8
 
 
 def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():
@@ -140,6 +142,17 @@ def test_the_loss_falls_and_float16_is_near_float32(task, tmp_path):
     assert losses["float16"] == pytest.approx(losses["float32"], rel=0.05)
     assert losses["float16"] != losses["float32"]
     assert losses["float32"][-1] < losses["float32"][0]
+
+
+@pytest.mark.slow
+def test_the_gpt_trains_in_float8(tmp_path):
+    losses = {}
+    for precision in ("float32", "float8"):
+        path = tmp_path / f"{precision}.json"
+        run("gpt", "--precision", precision, "--json", path)
+        losses[precision] = [record["loss"] for record in result(path)["records"]]
+    assert losses["float8"] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses["float8"] != losses["float32"]
 
 
 @pytest.mark.slow
