@@ -171,9 +171,9 @@ def _tangent(
         factors, others, j = list(operands), list(copies), 1 - i
         factors[i], others[i] = tangent, None
         if stand_in[j] and copied[j]:
-            # A copy in float8 has no derivative, and no second one would be right.
-            low = lax.convert_element_type(operands[j], low_of(jaxpr))
-            factors[j], others[j] = low if float8 else copies[j], None
+            factors[j], others[j] = copies[j], None
+            if float8:  # A copy in float8 has no derivative.
+                factors[j] = lax.convert_element_type(operands[j], low_of(jaxpr))
         terms.append(_bind(jaxpr, factors, others, (False, False), float8))
     result = _bind(jaxpr, operands, copies, stand_in, float8)
     if terms:

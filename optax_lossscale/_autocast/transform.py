@@ -297,8 +297,8 @@ def _cast(fun: Any, *, policy: Policy) -> Any:
         kinds = one_of_each(leaves)
         has_modules = any(map(is_module, kinds))
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in kinds)
-        is_new = is_traced or is_collecting() or policy.keep is not None
-        if not (has_modules or scopes or is_new):
+        must_trace = is_traced or is_collecting() or policy.keep is not None
+        if not (has_modules or scopes or must_trace):
             results = _call_compiled(policy, fun, args, kwargs)
             if results is not None:
                 return results.func(*results.args)
