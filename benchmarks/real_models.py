@@ -164,6 +164,13 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     return rows
 
 
+def above_float32(task: Task, runs: list[Run], arm: str) -> str:
+    """Says how far the seeds of an arm end above those of float32."""
+    last, exact = (of_arm(runs, each, task.figure)[:, -1] for each in (arm, "float32"))
+    shares = ", ".join(f"{share:.2%}" for share in last / exact - 1)
+    return f"{arm} ends above float32 by, seed by seed: {shares}"
+
+
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
     arms = [arm for arm in task.arms if arm not in RULE_ARMS]
@@ -206,6 +213,8 @@ def main() -> None:
         if runs:
             print(f"\n#### {name}\n")
             print_table(rows_of(TASKS[name], runs))
+            for arm in FLOAT8_ARMS.keys() & TASKS[name].arms.keys():
+                print(f"\n{above_float32(TASKS[name], runs, arm)}")
             draw(TASKS[name], runs, FOLDER / f"{name}.png")
 
 
