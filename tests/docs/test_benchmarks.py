@@ -185,6 +185,7 @@ def test_tiny_models_take_the_script_for_gpus_to_its_end_on_a_cpu(tmp_path):
             ("float32, highest", "none"),
             ("TF32", "none"),
             ("autocast, bfloat16", "none"),
+            ("autocast, float8", "none"),
             ("by hand", "none"),
             ("by hand", "loss_scaled"),
             ("by hand", "flax DynamicScale"),
@@ -234,7 +235,7 @@ def test_a_precision_that_runs_out_of_memory_says_so_and_the_others_are_measured
     float32, tf32, *others = on_gpu.rows_of("ResNet-50", is_tiny=True)
     assert float32["ms"] == "out of memory"
     assert tf32["ms"] == "failed"
-    assert len(others) == 10
+    assert len(others) == 11
     for row in others:
         assert list(row) == list(float32) == list(tf32)
         assert (row["ms"], row["peak MB"], row["time / float32"]) == (
