@@ -216,10 +216,9 @@ def autocast(
       ValueError: If `dtype` is another float8 dtype, or not narrower than float32; if
         `also` is neither float16 nor bfloat16; if `also` or `keep` is given without
         float8; if the level is unknown; if a name in `low` or `high` is not that of a
-        primitive. When the
-        result is called, if no operation is in a scope that `high` names; if `fun`
-        changes an argument in place that is not a module, or a module of `flax.nnx`
-        that is not an argument.
+        primitive. When the result is called, if no operation is in a scope that `high`
+        names; if `fun` changes an argument in place that is not a module, or a module
+        of `flax.nnx` that is not an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
