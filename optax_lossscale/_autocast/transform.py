@@ -166,7 +166,7 @@ def autocast(
     * *NaN and infinities* in an operand become NaN where they are read. Finite numbers
       stay finite, unless the largest magnitudes of both factors multiply to more than
       about 1e43. Below about 1e-31 the product is zero.
-    * *One scale for each array.* An entry that is about 2**18 times as large as the
+    * *One scale for each array.* An entry that is about `2**18` times as large as the
       others rounds them all to zero. Under `vmap` the whole batch has one scale, and a
       product that had no batch when `fun` was traced may not qualify: wrap the function
       that calls `vmap`. Under `pmap` and `shard_map` each device has its own.
