@@ -28,6 +28,13 @@ def test_every_page_of_the_api_reference_is_in_the_table_of_contents():
         assert f"reference/{page.stem}\n" in index
 
 
+def test_no_line_of_a_page_is_taken_for_a_comment():
+    # The site leaves out lines that begin with a percent sign, as wrapped text may.
+    for page in DOCS.parent.glob("**/*.md"):
+        text = page.read_text()
+        assert not re.search(r"^ *%", text, flags=re.MULTILINE), page
+
+
 @pytest.mark.parametrize("path", PUBLIC)
 def test_the_tour_links_to_every_public_name(path):
     assert path in LINKED
