@@ -48,6 +48,7 @@ from optax_lossscale._autocast.values import (
     cast,
     dtype_in_jax,
     has_tangent,
+    identified,
     identities,
     is_float32,
     narrow,
@@ -153,9 +154,10 @@ class _Frame:
         nesting, reason = nesting_of(equation), reason_left_alone(equation, self.policy)
         if nesting is not None and reason is None:
             inner_run = functools.partial(run, caller=caller_of(self.caller, equation))
-            functions = inner_run, read_by_products
             wide = [variable in self.wide for variable in equation.outvars]
-            call = Call(*functions, equation, operands, policy, flags, wide)
+            call = Call(
+                inner_run, read_by_products, equation, operands, policy, flags, wide
+            )
             outputs = self._round(equation, nesting.rebuild(call), flags)
         elif reason is None and (
             marked := cast_at_marker(equation, operands, policy.dtype)
@@ -164,8 +166,10 @@ class _Frame:
             choice = Choice(policy.dtype, "low_precision")
             note_operation(self.caller, equation, choice, [marked.array])
         else:
-            alone = Choice(None, reason or "", is_left_alone=True)
-            choice = alone if reason else choose(equation, operands, policy)
+            if reason is not None:
+                choice = Choice(None, reason, is_left_alone=True)
+            else:
+                choice = choose(equation, operands, policy)
             results = self._compute(equation, operands, choice)
             origin = origin_of(equation, operands)
             is_narrowed = choice.is_rounded and choice.dtype != policy.dtype
@@ -179,11 +183,7 @@ class _Frame:
             values = [value._replace(array=array) for array in results]
             outputs = self._round(equation, values, flags)
             note_operation(self.caller, equation, choice, [x.array for x in outputs])
-        known = identities_of(equation, identities(operands))
-        outputs = [
-            value._replace(identity=value.identity or identity)
-            for value, identity in zip(outputs, known, strict=True)
-        ]
+        outputs = identified(outputs, identities_of(equation, identities(operands)))
         return list(map(as_normalized, outputs)) if is_layer else outputs
 
     def _compute(
@@ -208,7 +208,7 @@ class _Frame:
             return evaluate_without_algorithm(equation, arrays)
         return evaluate_cached(equation, arrays, params_in(equation, choice.dtype))
 
-    def _multiply(self, equation: Any, operands: Any, float8: Any) -> Sequence[Any]:
+    def _multiply(self, equation: Any, operands: Any, float8: Factors) -> Sequence[Any]:
         """Computes a product in the low dtype, which rounds parameters itself."""
         low = self.policy.dtype
         pairs = list(zip(equation.invars, operands, strict=True))

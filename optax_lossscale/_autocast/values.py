@@ -79,6 +79,14 @@ def identities(values: Sequence[Value]) -> list[Identity]:
     return [value.identity or new_identity() for value in values]
 
 
+def identified(values: Sequence[Value], known: Sequence[Identity]) -> list[Value]:
+    """Gives an identity to each of some values that has none."""
+    return [
+        value._replace(identity=value.identity or identity)
+        for value, identity in zip(values, known, strict=True)
+    ]
+
+
 def as_argument(array: Any) -> Value:
     """The value of an argument or of a constant array."""
     origin = Origin.BIAS if jnp.ndim(array) == 1 else Origin.ARGUMENT
