@@ -14,12 +14,13 @@ import urllib.parse
 
 import pytest
 
+from helpers.files import project_files
 from helpers.site import ROOT, SITE, find_chromium, new_page, open_browser, serve
 
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 SOURCES = {
     path.relative_to(ROOT).as_posix()
-    for pattern in (
+    for path in project_files(
         "docs/**/*.md",
         "docs/*.py",
         "docs/_*/*.*",
@@ -30,8 +31,6 @@ SOURCES = {
         "benchmarks/*.png",
         "CHANGELOG.md",
     )
-    for path in ROOT.glob(pattern)
-    if "_build" not in path.parts
 }
 PHONE = {"width": 390, "height": 844}
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import optax_lossscale as ols
+from helpers.files import project_files
 from public_names import MODULES, public_paths
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -30,7 +31,7 @@ def test_every_page_of_the_api_reference_is_in_the_table_of_contents():
 
 def test_no_line_of_a_page_is_taken_for_a_comment():
     # The site leaves out lines that begin with a percent sign, as wrapped text may.
-    for page in DOCS.parent.glob("**/*.md"):
+    for page in project_files("**/*.md"):
         text = page.read_text()
         assert not re.search(r"^ *%", text, flags=re.MULTILINE), page
 
