@@ -37,10 +37,12 @@ Rules, which decide how the loss scale changes:
 
 Mixed precision:
 
-* `autocast` runs each operation in half precision where that is safe.
+* `autocast` runs matrix products and convolutions in half precision, or matrix products
+  in float8. Nothing else changes.
 * `full_precision` marks a function to leave as it is, and `low_precision` one that
   takes half-precision inputs, such as a fused kernel.
-* `autocast_report` prints the dtype in which each operation computes, and why.
+* `autocast_report` prints the dtype in which each product computes, and why.
+* `save_products` is a policy for `jax.checkpoint`, which saves the low products.
 * `cast_params` casts parameters to half precision, and `master_weights` trains them.
   `full_masters` and `set_full_masters` read and replace their float32 masters.
 
@@ -71,6 +73,7 @@ Modules:
 """
 
 from optax_lossscale import diagnostics, plotting, presets
+from optax_lossscale._autocast.loops import save_products
 from optax_lossscale._autocast.markers import full_precision, low_precision
 from optax_lossscale._autocast.report import autocast_report
 from optax_lossscale._autocast.transform import autocast
@@ -139,6 +142,7 @@ __all__ = [
     "plotting",
     "presets",
     "raise_if_stalled",
+    "save_products",
     "scale",
     "scaled_grad",
     "scaled_value_and_grad",

@@ -14,13 +14,10 @@ not recognized, because many such classes are blocks that contain other layers.
 """
 
 import functools
-import os
 import re
-from typing import Any
 
 import jax
 
-from optax_lossscale._jaxprs import frames_of, scopes_of
 from optax_lossscale._tree import path_name
 from optax_lossscale._types import PyTree
 
@@ -28,7 +25,6 @@ _KINDS = "batch|group|instance|layer|rms|scale"
 _NORM = r"norm|normali[sz]ation"
 _ALONE = re.compile(rf"(?i){_NORM}|bn|gn|ln")
 _WITH_KIND = re.compile(rf"(?i).*({_KINDS})({_NORM})")
-_WHOLE = re.compile(rf"(?i)({_KINDS})?({_NORM})|bn|gn|ln")
 # Words that may follow the name: positions, parameters, and parts of a function.
 _SUFFIXES = re.compile(
     "(?i)pre|post|before|after|first|last|final|in|out|input|output|layer|embedding"
@@ -41,7 +37,6 @@ _MEASURED = re.compile(
     "(?i)error|fro(benius)?|global|(grad|gradient|param|update|weight)s?|inf|l|matrix"
     "|max|nuclear|p|safe|spectral|squared|tree|unitwise|vector"
 )
-_JAX_ITSELF = os.path.join(os.path.dirname(jax.__file__), "_src") + os.sep
 
 
 @functools.cache
@@ -66,40 +61,6 @@ def _words(name: str) -> list[str]:
     while words[1:] and _SUFFIXES.fullmatch(words[-1]):
         words.pop()
     return words
-
-
-@functools.cache
-def _is_function_of_layer(file: str, name: str) -> bool:
-    """Whether a function's qualified name, such as `"LayerNorm.__call__"`, says so.
-
-    Of the functions around it, only those named like a layer without any prefix count:
-    a function inside `layer_norm`, but not one inside `test_layer_norm`.
-    """
-    if file.startswith(_JAX_ITSELF):  # For example `jnp.linalg.norm`.
-        return False
-    *outer, inner = name.split(".<locals>.")
-    return is_normalization(inner) or any(
-        _WHOLE.fullmatch("".join(_words(part)))
-        for around in outer
-        for part in around.split(".")
-    )
-
-
-def computes_normalization(equation: Any) -> bool:
-    """Whether a scope or a function around an operation is a normalization layer's.
-
-    So it is, too, if all operations of its derivative rule's function are.
-    """
-    if any(map(is_normalization, scopes_of(equation))):
-        return True
-    if any(
-        _is_function_of_layer(code.co_filename, code.co_qualname)
-        for code, _ in frames_of(equation)
-    ):
-        return True
-    function = equation.params.get("call_jaxpr")
-    inner = getattr(getattr(function, "jaxpr", function), "eqns", ())
-    return len(inner) > 0 and all(map(computes_normalization, inner))
 
 
 def in_normalization(tree: PyTree) -> list[bool]:

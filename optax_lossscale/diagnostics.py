@@ -1,8 +1,9 @@
 """Finds overflow and underflow: in every operation of a program, and in any pytree.
 
-`trace_operations` runs a function and its gradient operation by operation, and
-`first_nonfinite`, `print_operation_report` and `suggest_full_precision` say what its
-numbers mean. `watch` gives a few numbers for each layer, from inside a jitted step.
+`trace_operations` runs a function and its gradient once, with the numbers of every
+operation, and `first_nonfinite`, `print_operation_report` and `suggest_full_precision`
+say what they mean. `watch` gives a few numbers for each layer, from inside a jitted
+step.
 
 The other functions look at the floating leaves of a pytree. All of them but
 `print_nonfinite_report` also run under `jit`. Floating leaves may have any shape, and

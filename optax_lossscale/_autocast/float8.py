@@ -15,37 +15,26 @@ Values are in float8_e4m3fn. Cotangents are in float8_e5m2, which has a wider ra
 fewer digits. No hardware multiplies two arrays in float8_e5m2.
 """
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
-from optax_lossscale._autocast.identity import free_sizes, summed_size
-from optax_lossscale._autocast.policy import Policy
-from optax_lossscale._autocast.values import (
-    OF_ARGUMENTS,
-    OF_PARAMETERS,
-    Origin,
-    Value,
-)
-from optax_lossscale._jaxprs import bind
+from optax_lossscale._jaxprs import aval_of
 
 VALUES, COTANGENTS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 # For each factor of a product its float8 dtype, or None if the product is not float8.
 Factors = tuple[Any, Any] | None
 OF_VALUES: Factors = (VALUES, VALUES)
+# By default cuBLAS adds up products of float8 numbers in fewer bits than float32 has.
+PRECISION_OF_GRADIENTS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 # GPUs multiply blocks of this many entries along each axis.
 _MULTIPLE = 16
-_OTHERS = {
-    "conv_general_dilated": "a convolution",
-    "ragged_dot_general": "a ragged product",
-}
 
 
 class Rounded(NamedTuple):
@@ -60,78 +49,70 @@ class Rounded(NamedTuple):
     exponent: Any
 
 
-def reason_not_float8(
-    equation: Any, operands: Sequence[Value], policy: Policy
-) -> str | None:
-    """Why a product on the low list does not take float8 operands, or None."""
-    if equation.primitive.name in _OTHERS:
-        return _OTHERS[equation.primitive.name]
-    if not any(map(_is_parameter, operands[:2])):
-        return "no parameter is a factor"
-    rows, columns = free_sizes(equation)
-    sizes = rows, summed_size(equation), columns
-    if odd := dict.fromkeys(str(size) for size in sizes if size % _MULTIPLE):
+def reason_not_float8(equation: core.JaxprEqn) -> str | None:
+    """Why the factors of a product that runs low are not in float8, or None."""
+    if equation.primitive is not dot_general_p:
+        is_convolution = equation.primitive is conv_general_dilated_p
+        return "a convolution" if is_convolution else "a ragged product"
+    (contracted, of_y), (batch, _) = equation.params["dimension_numbers"]
+    if batch:
+        return "batch dimensions, as in attention"
+    shapes = [aval_of(atom).shape for atom in equation.invars]
+    rows, columns = (
+        math.prod(size for axis, size in enumerate(shape) if axis not in axes)
+        for shape, axes in zip(shapes, (contracted, of_y), strict=True)
+    )
+    sizes = rows, math.prod(shapes[0][axis] for axis in contracted), columns
+    if odd := dict.fromkeys(str(size) for size in sizes if size % _MULTIPLE != 0):
         verb = "are not multiples" if len(odd) > 1 else "is not a multiple"
         shape = " x ".join(map(str, sizes))
         return f"of {shape}, {' and '.join(odd)} {verb} of {_MULTIPLE}"
-    sharding = equation.params.get("out_sharding")
-    if sharding is not None and getattr(sharding.spec, "unreduced", None):
-        return "devices have yet to add up its result"
-    is_kept = policy.keeps_products
-    return f"`keep` returns True for {policy.scope!r}" if is_kept else None
+    return None
 
 
-def _is_parameter(value: Value) -> bool:
-    """Whether a value is an argument, or computed from arguments without a product."""
-    # The source of a half-precision value that a loop reads is not known.
-    is_known = value.origin is not Origin.LOOP_CONSTANT
-    return value.origin in OF_ARGUMENTS or (is_known and value.source in OF_PARAMETERS)
-
-
-def for_cotangent(other: Any) -> Factors:
+def of_cotangent(other: Any) -> Factors:
     """The dtypes of a cotangent and of the factor in float8 `other` beside it."""
     return (COTANGENTS, other) if other == VALUES else None
 
 
 def multiply(
-    product: core.Primitive,
-    pair: Sequence[Rounded],
-    params: dict[str, Any],
+    apply: Callable[..., Any],
+    pair: tuple[Any, Any],
+    dtypes: tuple[Any, Any],
+    out: Any,
     *,
     multiplies_float8: bool,
 ) -> Any:
     """The product of two factors in float8.
 
     Args:
-      product: The primitive.
-      pair: The factors.
-      params: Its parameters. `preferred_element_type` is the dtype of the result.
+      apply: `apply(x, y, out=dtype)` multiplies two arrays.
+      pair: The factors, in a wider dtype.
+      dtypes: Their float8 dtypes.
+      out: The dtype of the result.
       multiplies_float8: Whether the platform multiplies float8 arrays. If not, the
-        factors are multiplied in float32, which gives the same.
+        rounded factors are multiplied in float32, which gives the same.
 
     Returns:
       The product. An entry of a factor that is NaN spoils the entries that read it.
     """
-    dtype = params["preferred_element_type"]
-    factors = [x.array for x in pair]
+    x, y = map(round_to_float8, pair, dtypes)
+    factors = [x.array, y.array]
     # A float16 result would overflow before it is scaled; bfloat16 has enough range.
-    sums = jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+    sums = jnp.dtype(jnp.float32) if out == jnp.float16 else out
     if not multiplies_float8:
-        factors = [lax.convert_element_type(x, jnp.float32) for x in factors]
+        factors = [lax.convert_element_type(factor, jnp.float32) for factor in factors]
         sums = jnp.dtype(jnp.float32)
-    (result,) = bind(product, factors, {**params, "preferred_element_type": sums})
+    result = apply(*factors, out=sums)
     # One factor, because cuBLASLt multiplies by one. It is infinite above the range of
     # float32, and zero below: only there the product is not that of the formula.
-    exponent = -pair[0].exponent - pair[1].exponent
+    exponent = -x.exponent - y.exponent
     scale = _power_of_two(lax.clamp(np.int32(-127), exponent, np.int32(128)))
-    scaled = result * lax.convert_element_type(scale, sums)
-    return lax.convert_element_type(scaled, dtype)
+    return lax.convert_element_type(result * lax.convert_element_type(scale, sums), out)
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def round_to_float8(x: Any, dtype: Any) -> Rounded:
-    """Rounds a factor to float8. This has no derivative; that of a product does."""
-    x = lax.stop_gradient(x)
+    """Rounds a factor to float8, scaled by a power of two."""
     is_finite = lax.is_finite(x)
     magnitudes = lax.select(is_finite, lax.abs(x), lax.full_like(x, 0))
     largest = lax.convert_element_type(jnp.max(magnitudes, initial=0), jnp.float32)

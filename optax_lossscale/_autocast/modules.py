@@ -1,30 +1,85 @@
-"""Call a function with the states of its `flax.nnx` modules as arguments and results.
+"""Call a function with arrays as its arguments and results, whatever it is given.
 
-A call may change such a module in place, say its batch statistics. Nothing that is
-traced can do that, so each module is taken apart before the call, put together inside
-it and updated after it, as in the transformations of Flax itself.
+What is traced takes arrays and returns arrays. A function may take more: numbers and
+functions, which are static, and modules of Flax, which it may change in place. A module
+of `flax.nnx` is taken apart before the call, put together inside it and updated after
+it, as in the transformations of Flax itself. A module of `flax.linen` that is bound
+writes the variables of its scope, which then get the results of the evaluation.
 """
 
 import functools
+import itertools
+import operator
+import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast.arguments import are_same, call_unchanged
+from optax_lossscale._jax_internals import linen_modules_around
 from optax_lossscale._nnx import (
     explain_changes,
     flax_nnx,
     is_variable,
     map_modules,
     modules_of,
+    one_of_each,
 )
 from optax_lossscale._types import PyTree
 
 _TAG = "optax_lossscale.autocast"
 _SLOT = object()  # Stands in the place of a module.
+_EMPTY = types.CellType()  # Of a variable that is not assigned yet.
+
+
+class Rest(NamedTuple):
+    """What remains of a tree without the arrays that are traced.
+
+    Attributes:
+      structure: The structure of the tree.
+      others: Its leaves, with None in the places of arrays.
+      flags: For each leaf, whether it is such an array.
+    """
+
+    structure: Any
+    others: list[Any]
+    flags: list[bool]
+
+    def merge(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with these arrays in its places."""
+        given, pairs = iter(arrays), zip(self.others, self.flags, strict=True)
+        leaves = [next(given) if is_traced else other for other, is_traced in pairs]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def partition(tree: PyTree) -> tuple[list[Any], Rest]:
+    """The arrays of a tree that are traced, and the rest of it.
+
+    Outside of `jit`, arrays of integers and bools stay what they are, so that they can
+    be the bounds of loops that are differentiated.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    flags = list(map(_is_traced, leaves))
+    pairs = zip(leaves, flags, strict=True)
+    others = [None if flag else leaf for leaf, flag in pairs]
+    arrays = itertools.compress(leaves, flags)
+    rest = Rest(structure, others, flags)
+    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], rest
+
+
+def _is_traced(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return True
+    if isinstance(leaf, np.ndarray):  # Not of strings, dates or objects, for example.
+        is_array = leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
+    else:
+        is_array = isinstance(leaf, jax.Array)
+    kinds = (jnp.integer, jnp.bool_)
+    return is_array and not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:
@@ -49,24 +104,24 @@ def call_with_states(
     args: PyTree,
     kwargs: PyTree,
     *,
-    is_update: bool,
+    is_update: bool = True,
 ) -> PyTree:
-    """Returns `fun(*args, **kwargs)`, evaluated by `call(pure, arguments, {})`.
+    """Returns `fun(*args, **kwargs)`, evaluated by `call(pure, *arguments)`.
 
-    If `is_update`, the modules take the changes that `fun` makes to them.
+    If `is_update`, the modules of `flax.nnx` take the changes that `fun` makes to them.
     """
+    tree = as_partial(fun), args, kwargs
+    if not modules_of(tree):
+        return call(_call_tree, *tree)
     nnx = flax_nnx()
-    own, function = _take_modules(as_partial(fun))
-    given, arguments = _take_modules((args, kwargs))
-    modules = [*own, *given]
+    modules, arguments = _take_modules(tree)
 
     def pure(
         arguments: PyTree, values: list[PyTree]
     ) -> tuple[PyTree, dict[int, PyTree] | list[PyTree], Any]:
         with nnx.merge_context(_TAG, inner=True) as context:
             inside = context.unflatten(graph, values)
-        args, kwargs = _put_modules(arguments, inside[len(own) :])
-        results = call_unchanged(_put_modules(function, inside), args, kwargs)
+        results = _call_tree(*_put_modules(arguments, inside))
         made, results = _take_modules(results)
         with nnx.split_context() as context:
             new_graph, new_values = context.flatten(inside, with_paths=False)
@@ -83,8 +138,9 @@ def call_with_states(
         with nnx.split_context(_TAG) as context:
             graph, pairs = context.flatten(modules)
         leaves = [leaf for _, leaf in pairs]
-        values = list(map(_value_of, leaves))
-        results, changes, new_graph = call(pure, (arguments, values), {})
+        results, changes, new_graph = call(
+            pure, arguments, list(map(_value_of, leaves))
+        )
         if not is_update:
             with nnx.merge_context() as context:
                 made = context.unflatten(new_graph, changes)[1] if new_graph else []
@@ -98,6 +154,11 @@ def call_with_states(
             with nnx.merge_context(_TAG, inner=False) as context:
                 _, made = context.unflatten(new_graph, changes)
         return _put_modules(results, made)
+
+
+def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    with explain_changes():
+        return fun(*args, **kwargs)
 
 
 def _check_may_change(modules: Sequence[Any]) -> None:
@@ -119,7 +180,8 @@ def _value_of(leaf: Any) -> PyTree:
 
 
 def _is_same(old: PyTree, new: PyTree) -> bool:
-    return are_same(jax.tree.leaves(old), jax.tree.leaves(new))
+    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
+    return len(olds) == len(news) and all(map(operator.is_, olds, news))
 
 
 def _take_modules(tree: PyTree) -> tuple[list[Any], PyTree]:
@@ -132,3 +194,71 @@ def _put_modules(tree: PyTree, modules: Sequence[Any]) -> PyTree:
     """The tree with modules in its slots."""
     given = iter(modules)
     return jax.tree.map(lambda leaf: next(given) if leaf is _SLOT else leaf, tree)
+
+
+def linen_scopes_of(fun: Callable[..., PyTree], leaves: Sequence[Any]) -> list[Any]:
+    """The root scopes of linen modules: some leaves, in a closure, around the call."""
+    linen = sys.modules.get("flax.linen")
+    if linen is None:
+        return []
+    cells = [x for x in getattr(fun, "__closure__", None) or () if x != _EMPTY]
+    objects = [*leaves, *(cell.cell_contents for cell in cells)]
+    objects += linen_modules_around()
+    if not any(isinstance(x, linen.Module) for x in one_of_each(objects)):
+        return []
+    modules = [x for x in objects if isinstance(x, linen.Module)]
+    scopes = [module.scope.root for module in modules if module.scope is not None]
+    return list(dict.fromkeys(scopes))
+
+
+def are_initializing(scopes: Sequence[Any]) -> bool:
+    """Whether a module is making its parameters, which are not to be rounded."""
+    return any(scope.get_flag("initializing", False) for scope in scopes)
+
+
+def with_variables(
+    scopes: Sequence[Any], call: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
+    """The same as `call`; the scopes take the variables that the function writes."""
+
+    def call_with_variables(fun: Callable[..., PyTree], *args: Any) -> PyTree:
+        old = list(map(_variables_of, scopes))
+
+        def pure(*args: Any) -> tuple[PyTree, list[PyTree]]:
+            results = fun(*args)
+            return results, list(map(_variables_of, scopes))
+
+        new = old
+        try:
+            results, new = call(pure, *args)
+        finally:
+            for scope, variables in zip(scopes, new, strict=True):
+                _assign(scope._variables, {**_fixed_of(scope), **variables})
+        return results
+
+    return call_with_variables
+
+
+def _variables_of(scope: Any) -> dict[str, Any]:
+    """The collections of a scope that may change, copied."""
+    names = filter(scope.is_mutable_collection, scope._variables)
+    return {name: jax.tree.map(lambda x: x, scope._variables[name]) for name in names}
+
+
+def _fixed_of(scope: Any) -> dict[str, Any]:
+    """The other collections, which are read only."""
+    collections = scope._variables.items()
+    return {k: v for k, v in collections if not scope.is_mutable_collection(k)}
+
+
+def _assign(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Makes a nested dict equal to another one, in place."""
+    for name in set(old) - set(new):
+        del old[name]
+    for name, value in new.items():
+        if old.get(name) is value:
+            continue
+        if isinstance(old.get(name), dict) and isinstance(value, dict):
+            _assign(old[name], value)
+        else:
+            old[name] = value

@@ -1,36 +1,45 @@
-"""Report in which dtype each operation of a function computes under autocast."""
-
-from __future__ import annotations
+"""List the products of a function: in which dtype each computes, and why."""
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._autocast.arguments import partition
-from optax_lossscale._autocast.modules import as_partial, call_partial
-from optax_lossscale._autocast.notes import Note, collect_notes
-from optax_lossscale._autocast.transform import autocast
-from optax_lossscale._jaxprs import trace_anew
-from optax_lossscale._nnx import modules_of
+from optax_lossscale._autocast.float8 import VALUES, reason_not_float8
+from optax_lossscale._autocast.levels import Settings
+from optax_lossscale._autocast.modules import call_with_states, partition
+from optax_lossscale._autocast.rewrite import Found
+from optax_lossscale._autocast.transform import autocast, calls_of_autocast
+from optax_lossscale._jaxprs import aval_of, trace_anew, user_line, where_written
 from optax_lossscale._types import PyTree
 
-_TITLES = ("times", "operation", "computed", "result", "why", "where")
+
+class _Row(NamedTuple):
+    """What the report says of a product; equal ones share a row."""
+
+    product: str
+    dtype: str
+    shapes: str
+    scope: str
+    why: str
+    where: str
 
 
 def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> None:
-    """Prints the dtype in which each operation computes under `autocast`, and why.
+    """Prints in which dtype each product of a function computes, and why.
 
-    The function is traced but not run. Operations that agree in every column share a
-    line, which says how many there are. The body of a loop and each branch of a
-    `lax.cond` count once; a function that is called three times counts three times,
-    unless the calls reach `autocast` through one `jax.jit`, which traces it once.
+    Only products are listed, because `autocast` changes nothing else. The function is
+    traced but not run. Products that agree in every column share a row, which says how
+    many there are; the body of a loop and each branch count once. Products of gradients
+    have the dtype of the product that they belong to.
 
-    The column `computed` gives the dtype in which an operation computes, and `result`
-    the dtype of its first result: a bias is added in float32, for example, and the sum
-    is rounded to float16. `where` is the line of your code, or of your framework's
-    layer, that called for the operation.
+    * `shapes` are those of the two factors.
+    * `scope` names the Linen modules and `jax.named_scope` blocks around it, as they
+      can stand in `high`.
+    * `why` says for what reason a product stays as it is written, or is not in float8.
+    * `where` is the line of your code that called for it.
 
     Args:
       fun: A function that `autocast` returned, perhaps jitted, or that calls one. For
@@ -47,41 +56,58 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
       >>> def loss_fn(w, x):
       ...     return jnp.sum((x @ w) ** 2)
       >>> ols.autocast_report(loss_fn, jnp.ones((3, 2)), jnp.ones((1, 3)))
-      times  operation    computed  result   why           where
-          1  dot_general  float16   float16  low list      <doctest ...
-          1  integer_pow  float32   float32  float32 list  <doctest ...
-          1  reduce_sum   float32   float32  float32 list  <doctest ...
+      times  product      dtype    shapes     scope  why  where
+          1  dot_general  float16  1x3 * 3x2              <doctest ...
+      Everything else runs as it is written.
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
-    function = as_partial(fun)
-    if modules_of(function):  # As arguments they may change, say their statistics.
-        fun, args = call_partial, (function, *args)
-    arrays, rest = partition((args, kwargs))
+    calls: list[list[tuple[Found, Settings]]] = []
 
-    def call(fun: Callable[..., PyTree]) -> Callable[..., list[Any]]:
-        def call_with(*arrays: jax.Array) -> list[Any]:
-            args, kwargs = rest.merge(arrays)
-            return partition(fun(*args, **kwargs))[0]
+    def trace(fun: Callable[..., PyTree], *args: PyTree) -> Any:
+        arrays, rest = partition(args)
+        cast = autocast(fun)
+        jax.eval_shape(lambda *arrays: partition(cast(*rest.merge(arrays)))[0], *arrays)
+        return None, {}, None
 
-        return call_with
-
-    with collect_notes() as notes, trace_anew():
-        try:
-            jax.eval_shape(call(fun), *arrays)
-        except Exception:  # What `low_precision` marks may refuse float32.
-            if notes:
-                raise
-        if not notes:
-            jax.eval_shape(call(autocast(fun)), *arrays)
-    _print_table([note for _, note in notes.values()])
+    token = calls_of_autocast.set(calls)
+    try:
+        with trace_anew():
+            call_with_states(trace, fun, args, kwargs, is_update=False)
+    finally:
+        calls_of_autocast.reset(token)
+    *inside, around = calls  # The last one is that of the line above.
+    products = itertools.chain(*(inside or [around]))
+    _print_table(collections.Counter(_row(*product) for product in products))
 
 
-def _print_table(notes: Sequence[Note]) -> None:
-    """Prints a line for all notes that are equal."""
-    counts = collections.Counter(notes)
-    rows = [_TITLES, *((str(count), *note) for note, count in counts.items())]
+def _row(found: Found, settings: Settings) -> _Row:
+    """The row of a product."""
+    equation, why = found.equation, found.reason or ""
+    dtype = aval_of(equation.invars[0]).dtype if found.reason else settings.dtype
+    if settings.has_float8 and found.reason is None:
+        why = reason_not_float8(equation) or ""
+        dtype = dtype if why else VALUES
+    shapes = ["x".join(map(str, aval_of(atom).shape)) for atom in equation.invars[:2]]
+    # JAX keeps few frames, so perhaps only a call around the product has the line.
+    around = [equation, *reversed(found.calls)]
+    lines = itertools.chain(map(user_line, around), map(where_written, around))
+    return _Row(
+        product=equation.primitive.name,
+        dtype=str(dtype),
+        shapes=" * ".join(shapes),
+        scope="/".join(found.scope),
+        why=why,
+        where=next(filter(None, lines), ""),
+    )
+
+
+def _print_table(counts: collections.Counter[_Row]) -> None:
+    """Prints a line for all products that are alike."""
+    rows = [("times", *_Row._fields)]
+    rows += [(str(count), *row) for row, count in counts.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for times, *rest in rows:
         cells = [cell.ljust(w) for cell, w in zip(rest, widths[1:], strict=True)]
         print("  ".join([times.rjust(widths[0]), *cells]).rstrip())
+    print("Everything else runs as it is written.")

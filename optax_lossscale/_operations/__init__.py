@@ -1,1 +1,1 @@
-"""Run a program operation by operation, beside a copy of it in float32."""
+"""Numbers of every operation of a program, from one compiled run."""

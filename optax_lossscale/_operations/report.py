@@ -27,9 +27,8 @@ def print_operation_report(
 
     A line for each operation, worst first: those that made NaN or infinity out of
     finite operands, in order of execution, and then those that flushed the largest
-    share of their entries to zero, or added the largest error. Operations that only
-    pass on what they received, or add no more error than a few roundings do, are left
-    out.
+    share of their entries to zero, or made the largest error. Operations that only pass
+    on what they received, or make no more error than a few roundings do, are left out.
 
     The columns are attributes of `Operation`: `largest` is the largest magnitude,
     `nonfinite` counts the NaN and infinite entries, `underflow` is the share of entries
@@ -51,7 +50,7 @@ def print_operation_report(
       >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
       >>> operations = ols.diagnostics.trace_operations(loss_fn, w, x)
       >>> ols.diagnostics.print_operation_report(operations)
-      17 operations ran, 1 of them made NaN or infinity, and 0 received some.
+      19 operations ran, 1 of them made NaN or infinity, and 1 received some.
       The first: dot_general at <doctest ...>:2 (loss_fn), forward pass: 2 of 2 ...
       <BLANKLINE>
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
@@ -86,11 +85,11 @@ def _summary(operations: Sequence[Operation]) -> list[str]:
         ]
     received = nonfinite - made
     text = f"{ran}, {made} of them made NaN or infinity, and {received} received some."
-    return [text, f"The first: {_describe(first)}"]
+    return [text, f"The first: {describe(first)}"]
 
 
-def _describe(operation: Operation) -> str:
-    """One operation that made nonfinite numbers, and why it did, in a sentence."""
+def describe(operation: Operation) -> str:
+    """One operation that made nonfinite numbers, and why it did, in sentences."""
     which = "backward" if operation.is_backward else "forward"
     scope = f" in {operation.scope}" if operation.scope else ""
     size = math.prod(operation.shape)
@@ -100,28 +99,13 @@ def _describe(operation: Operation) -> str:
     is_cast = operation.primitive == "convert_element_type"
     name = "convert_element_type (a cast)" if is_cast else operation.primitive
     what = f"{name} at {operation.where}{scope}, {which} pass: {entries}."
-    return f"{what} {_reason(operation)}"
-
-
-def _reason(operation: Operation) -> str:
-    """Why an operation made a nonfinite number."""
-    name, bits = operation.dtype.name, -operation.headroom_bits
-    largest = float(jnp.finfo(operation.dtype).max)
-    reference = f"{operation.float32_largest:.3g}"
-    if math.isinf(bits) and bits > 0:
-        return "The same operation is not finite in float32 either."
-    if bits <= 0:
-        return (
-            f"In float32 its largest entry is {reference}, which {name} can hold, so "
-            "its operands were too large, or it computed NaN."
-        )
-    beyond = f"In float32 its largest entry is {reference}, beyond {largest:g}"
-    if operation.overflows_only_scaled:
-        return (
-            f"{beyond}, the largest number of {name}. Only the loss scale makes it "
-            f"overflow: with a scale lower by 2**{math.ceil(bits)} it fits."
-        )
-    return f"{beyond}, the largest number of {name}, at any loss scale."
+    if not operation.overflows_only_scaled:
+        return f"{what} {operation.cause}"
+    lower = math.ceil(-operation.headroom_bits)
+    return (
+        f"{what} {operation.cause} Only the loss scale makes it overflow: with a scale "
+        f"lower by 2**{lower} it fits."
+    )
 
 
 def _worst(operations: Sequence[Operation]) -> list[Operation]:
@@ -134,8 +118,8 @@ def _worst(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def _loss_of(operation: Operation) -> float:
-    """The larger of the share that an operation flushes and the error that it adds."""
-    return max(operation.added_underflow, operation.added_error)
+    """The larger of the share that an operation flushes and the error that it makes."""
+    return max(operation.underflow, operation.error)
 
 
 def _cells(operation: Operation) -> tuple[str, ...]:

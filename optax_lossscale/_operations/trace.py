@@ -1,55 +1,64 @@
-"""Run a function and its gradient operation by operation, and keep their numbers."""
+"""Run a function and its gradient, and keep the numbers of every operation."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval as pe
 
-from optax_lossscale._autocast.arguments import partition
+from optax_lossscale._autocast.levels import Left, left_in_float32
 from optax_lossscale._autocast.modules import (
     as_partial,
     call_partial,
     call_with_states,
+    partition,
 )
-from optax_lossscale._autocast.named_calls import named_calls
-from optax_lossscale._autocast.notes import watch_for_calls
-from optax_lossscale._autocast.transform import Again, autocast
+from optax_lossscale._autocast.transform import autocast, calls_of_autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._jaxprs import file_name, trace_anew
 from optax_lossscale._nnx import modules_of
-from optax_lossscale._operations.operation import (
-    Badness,
-    Operations,
-    operations_of,
+from optax_lossscale._operations.instrument import (
+    Context,
+    Instrumenter,
+    runs_on_several_devices,
 )
-from optax_lossscale._operations.shadow import run
-from optax_lossscale._operations.values import Context, Tape, Value, as_argument
+from optax_lossscale._operations.named_calls import named_calls
+from optax_lossscale._operations.operation import Collector, Operation
 from optax_lossscale._rules import static_loss_scale
 from optax_lossscale._tree import is_floating
 from optax_lossscale._types import PyTree
 
 
-class _Program(NamedTuple):
-    """A function and its gradient as a program.
+class Operations(list[Operation]):
+    """The operations of a program in order of execution.
 
     Attributes:
-      closed: The program; its first input is the loss scale.
-      arrays: Its other inputs.
-      is_forward: For each result, whether it is not a gradient.
+      are_results_finite: Whether the results and the gradients are finite.
+      run_again: Runs the program again, with some products left in float32.
     """
+
+    def __init__(
+        self,
+        operations: Iterable[Operation],
+        are_results_finite: bool,
+        run_again: Callable[[Left], Operations],
+    ) -> None:
+        super().__init__(operations)
+        self.are_results_finite, self.run_again = are_results_finite, run_again
+
+
+class _Program(NamedTuple):
+    """A program, and its inputs."""
 
     closed: core.ClosedJaxpr
     arrays: list[jax.Array]
-    is_forward: list[bool]
 
 
 def trace_operations(
@@ -62,9 +71,8 @@ def trace_operations(
 ) -> Operations:
     """Runs a function and its gradient, and returns the numbers of every operation.
 
-    The answer to "my loss is NaN: where?". The function runs once, operation by
-    operation, as it would under `autocast`, and beside it the same program in float32,
-    in which no number is ever rounded to fewer than 32 bits:
+    The answer to "my loss is NaN: where?". The loss and its gradient are compiled as
+    `autocast` makes them, with statistics behind each operation, and run once:
 
         operations = ols.diagnostics.trace_operations(loss_fn, params, x, y)
         ols.diagnostics.print_operation_report(operations)
@@ -73,17 +81,15 @@ def trace_operations(
     Modules of Flax and Equinox may be arguments; a call changes none of them, not even
     batch statistics or dropout counts.
 
-    * *Which operations.* All whose results are floating, in the forward and in the
-      backward pass, also inside jitted functions, loops, branches, `jax.checkpoint`,
-      `shard_map` and derivative rules. An operation in a loop is listed once, with its
-      worst numbers, and one that `jax.checkpoint` repeats too. A fused kernel counts as
-      one operation. The condition of a `while_loop` is not listed.
-    * *In float32* the program takes the same branches, and makes the same number of
-      iterations, as the program in half precision does.
-    * *Without a loss.* If the function returns no floating scalar, alone or first in a
-      tuple, there is nothing to differentiate, and only the forward pass is listed.
-    * *Cost.* Only statistics are kept. The first call compiles each kind of operation,
-      so it takes some seconds, and later ones are fast.
+    * *Which operations.* All that ran and whose results are floating, in the forward
+      and in the backward pass, also inside jitted functions, loops, branches,
+      `jax.checkpoint`, `shard_map` and derivative rules. An operation in a loop is
+      listed once, with its worst numbers. A kernel counts as one operation.
+    * *In float32* each operation in fewer than 32 bits is computed too, from the same
+      operands before `autocast` rounded them. So `error` and `underflow` are what this
+      one operation loses.
+    * *Cost.* It takes two to three times as long as to compile the gradient alone, more
+      on several devices. Each result is copied to the host for its statistics.
 
     Args:
       fun: A function that returns a loss, or a tuple or list that begins with one. If
@@ -101,8 +107,9 @@ def trace_operations(
       arguments, so that `suggest_full_precision` can run them again.
 
     Raises:
-      TypeError: If `fun` is not a function, if an argument has no values, as inside
-        `jit`, or raised by JAX, for example for a first argument of integers.
+      TypeError: If `fun` is not a function or returns no scalar loss, if an argument
+        has no values, as inside `jit`, if no argument holds an array, or raised by JAX,
+        for example for a first argument of integers.
       ValueError: If `loss_scale` is outside its range, or raised by `autocast`.
 
     Example:
@@ -127,98 +134,83 @@ def trace_operations(
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
         raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
     loss_scale = check_scale("loss_scale", loss_scale)
-
-    where = _where_defined(fun)
+    context = Context(_where_defined(fun))
     if modules_of(function := as_partial(fun)):  # As an argument, they may change.
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
-    calls_autocast, has_loss = _look_at(fun, args)
-    if calls_autocast:
-        with_high = _again(fun)
-    else:
-        low = functools.partial(autocast, fun, dtype, level=level)
-        with_high = lambda high: low(high=high)  # noqa: E731
+    cast_fun = autocast(fun, dtype, level=level)
+    if _calls_autocast(fun, args):
+        cast_fun = fun
+    grad_fun = _with_gradients(cast_fun, argnums)
 
-    def program_with(high: Sequence[str]) -> _Program:
-        cast_fun = with_high(high)
-        grad_fun = _with_gradients(cast_fun, argnums) if has_loss else None
-        with named_calls(fun, args):
-            return _trace_call(grad_fun or _forward(cast_fun), args)
+    def run(left: Left) -> Operations:
+        with named_calls(fun, args), left_in_float32(left), trace_anew():
+            program = _trace(grad_fun, (jnp.float32(loss_scale), *args))
+        collector = Collector()
+        records, results = _run(program, collector, context)
+        operations = collector.operations(records, loss_scale)
+        are_finite = all(np.isfinite(x).all() for x in results if is_floating(x))
+        return Operations(operations, are_finite, run)
 
-    def badness(high: Sequence[str]) -> Badness:
-        program = program_with(high)
-        tape, results = _run(program, loss_scale, context)
-        flags = program.is_forward
-        is_measured = flags if all(flags) else [not flag for flag in flags]
-        return _badness(tape, list(itertools.compress(results, is_measured)))
-
-    context = Context(where)
-    tape, _ = _run(program_with(()), loss_scale, context)
-    return Operations(operations_of(tape, loss_scale), badness)
+    return run(Left())
 
 
-def _badness(tape: Tape, values: Sequence[Value]) -> Badness:
-    """How far the results of a program are from those in float32."""
-    bad = difference = norm = size = 0.0
-    for value in values:
-        if not is_floating(value.array):
-            continue
-        array, reference = (
-            np.asarray(x).astype(np.complex128) for x in (value.array, value.reference)
+def _run(program: _Program, collector: Collector, context: Context) -> tuple[Any, Any]:
+    """Runs a program with statistics; returns its records and its results."""
+    jaxpr = program.closed.jaxpr
+    is_used = [True] * len(jaxpr.outvars)
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, is_used, instantiate=True)
+    closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
+    on_device = runs_on_several_devices(closed, program.arrays)
+    instrumenter = Instrumenter(collector.receive, on_device=on_device)
+    closed = instrumenter.instrument(closed, context)
+    lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*program.arrays)
+    # Or XLA leaves out that a result is rounded, and computes on in float32.
+    compiled = lowered.compile({"xla_allow_excess_precision": False})
+    results = jax.device_get(compiled(*program.arrays))
+    jax.effects_barrier()
+    return instrumenter.records, results
+
+
+def _calls_autocast(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function calls `autocast`. Refuses one that returns no loss."""
+    if not any(map(is_floating, partition(args)[0])):
+        raise TypeError("`args` must hold a floating array, got none.")
+    results: list[Any] = []
+
+    def look(*args: Any) -> PyTree:
+        results.append(fun(*args))
+        return results[-1]
+
+    calls: list[Any] = []
+    token = calls_of_autocast.set(calls)
+    try:
+        with trace_anew():
+            _trace(look, args)
+    finally:
+        calls_of_autocast.reset(token)
+    if not _is_loss(_first_of(results[-1])):
+        shapes = jax.tree.map(_described, results[-1])
+        raise TypeError(
+            "`fun` must return a floating scalar, alone or first in a tuple, got "
+            f"{shapes}. (Return the mean of what you want to look at.)"
         )
-        is_finite = np.isfinite(array)
-        if not np.isfinite(reference).all():
-            return Badness(0.0, 0, math.nan)
-        bad, size = bad + float(np.sum(~is_finite)), size + float(array.size)
-        array, reference = array[is_finite], reference[is_finite]
-        difference += float(np.sum(np.abs(array - reference) ** 2))
-        norm += float(np.sum(np.abs(reference) ** 2))
-    error = math.sqrt(difference / norm) if norm else math.inf if difference else 0.0
-    magnitudes = [x.magnitudes for x in jax.device_get(tape.statistics)]
-    diverged = sum(bool(x == math.inf and y < math.inf) for x, y, *_ in magnitudes)
-    return Badness(bad / max(size, 1.0), diverged if bad else 0, error)
+    return bool(calls)
 
 
-def _look_at(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, bool]:
-    """Whether a function calls `autocast`, and whether it returns a loss."""
-    losses = []
-
-    def look(_: Any, *args: Any) -> tuple[PyTree, None]:
-        results = fun(*args)
-        losses.append(_loss_of(results) is not None)
-        return results, None
-
-    with watch_for_calls() as calls, trace_anew():
-        _trace_call(look, args)
-    return bool(calls), losses[-1]
+def _described(leaf: Any) -> str:
+    return str(jax.typeof(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
 
 
-def _again(
-    fun: Callable[..., Any],
-) -> Callable[[Sequence[str]], Callable[..., Any]]:
-    """Makes a function under `autocast` again, with more names in its `high`.
-
-    If it only calls such a function, it stays as it is.
-    """
-    again = getattr(fun, "autocast", None)
-    if isinstance(again, Again) and again.function_id == id(fun):
-        return again.with_high
-    return lambda high: fun
+def _first_of(results: PyTree) -> Any:
+    """The loss in the results of a function."""
+    is_several = isinstance(results, tuple | list) and len(results) > 0
+    return results[0] if is_several else results
 
 
-def _run(
-    program: _Program, loss_scale: float, context: Context
-) -> tuple[Tape, list[Value]]:
-    scale = jnp.float32(loss_scale)
-    inputs = [Value(scale, scale, is_scaled=True), *map(as_argument, program.arrays)]
-    tape = Tape(np.int32(0))
-    results = run(program.closed, inputs, tape, context, program.is_forward)
-    return tape, results
-
-
-def _forward(fun: Callable[..., Any]) -> Callable[..., tuple[PyTree, None]]:
-    """The function that returns the results of `fun`, and no gradients."""
-    return lambda scale, *args: (fun(*args), None)
+def _is_loss(result: Any) -> bool:
+    is_number = isinstance(result, float | jax.Array | np.ndarray | np.generic)
+    return is_number and is_floating(result) and jnp.ndim(result) == 0
 
 
 def _with_gradients(
@@ -228,7 +220,7 @@ def _with_gradients(
 
     def loss_and_results(*args: Any) -> tuple[Any, PyTree]:
         results = fun(*args)
-        return _loss_of(results), results
+        return _first_of(results), results
 
     def value_and_grad(scale: jax.Array, *args: Any) -> tuple[PyTree, PyTree]:
         state = static_loss_scale(1.0).init()._replace(loss_scale=scale)
@@ -241,45 +233,18 @@ def _with_gradients(
     return value_and_grad
 
 
-def _loss_of(results: PyTree) -> Any:
-    """The scalar that can be differentiated in the results of a function, or None."""
-    is_several = isinstance(results, tuple | list) and len(results) > 0
-    loss = results[0] if is_several else results
-    is_number = isinstance(loss, float | jax.Array | np.ndarray | np.generic)
-    is_scalar = is_number and is_floating(loss) and jnp.ndim(loss) == 0
-    return loss if is_scalar else None
-
-
-def _trace_call(
-    fun: Callable[..., tuple[PyTree, PyTree]], args: tuple[Any, ...]
-) -> _Program:
-    """Traces a function of the scale and the arguments, and changes no module."""
+def _trace(fun: Callable[..., PyTree], args: tuple[Any, ...]) -> _Program:
+    """The program of a call, which changes no module."""
     programs = []
 
-    def call(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> Any:
-        arrays, rest = partition((args, kwargs))
-        is_forward: list[bool] = []
-
-        def flat(*arrays: jax.Array) -> list[Any]:
-            args, kwargs = rest.merge(arrays)
-            results = fun(*args, **kwargs)
-            (values, grads), *changes = results if has_modules else (results,)
-            forward, backward = partition((values, changes))[0], partition(grads)[0]
-            is_forward[:] = [True] * len(forward) + [False] * len(backward)
-            return [*forward, *backward]
-
-        closed = jax.make_jaxpr(flat)(*arrays)
-        programs.append(_Program(closed, arrays[1:], is_forward))
+    def call(fun: Callable[..., Any], *args: PyTree) -> Any:
+        arrays, rest = partition(args)
+        closed = jax.make_jaxpr(lambda *xs: partition(fun(*rest.merge(xs)))[0])(*arrays)
+        programs.append(_Program(closed, arrays))
         return None, {}, None
 
-    has_modules = bool(modules_of(args))
-    given = (jnp.float32(1.0), *args)
-    if has_modules:
-        call_with_states(call, fun, given, {}, is_update=False)
-    else:
-        call(fun, given, {})
-    (program,) = programs
-    return program
+    call_with_states(call, fun, args, {}, is_update=False)
+    return programs[-1]
 
 
 def _where_defined(fun: Any) -> str:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast.arguments import partition
-from optax_lossscale._autocast.modules import as_partial, call_with_states
-from optax_lossscale._autocast.named_calls import named_calls
-from optax_lossscale._nnx import modules_of
-from optax_lossscale._operations.shadow import run
-from optax_lossscale._operations.values import Context, Tape, Value
+from optax_lossscale._autocast.modules import call_with_states, partition
+from optax_lossscale._finite import vary_over
+from optax_lossscale._jaxprs import context_of, evaluate, programs_of, scan_sizes
+from optax_lossscale._operations.instrument import Context, is_floating, is_narrow
+from optax_lossscale._operations.named_calls import named_calls
 from optax_lossscale._types import PyTree
+
+# For each scope and kind of number, the largest number until now.
+_Numbers = dict[tuple[str, str], jax.Array]
+# What has one program, with the operands of the equation as its inputs.
+_CALLS = ("jit", "pjit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 
 
 def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -71,41 +78,200 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
 
     @functools.wraps(fun)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        tape = Tape(np.int32(0), has_references=False)
+        layers: dict[str, dict[str, jax.Array]] = {}
 
-        def call(fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
-            arrays, rest = partition((args, kwargs))
+        def call(fun: Callable[..., Any], *args: PyTree) -> PyTree:
+            arrays, rest = partition(args)
 
             def flat(*arrays: jax.Array) -> Partial:
-                args, kwargs = rest.merge(arrays)
-                results, other_results = partition(fun(*args, **kwargs))
+                results, other_results = partition(fun(*rest.merge(arrays)))
                 return Partial(other_results.merge, results)
 
             closed, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            inputs = [Value(array, array) for array in arrays]
-            flags = [True] * len(closed.out_avals)
-            values = run(closed, inputs, tape, Context(where=""), flags)
-            return results.func([value.array for value in values])
+            context = Context(where="")
+            keys = dict.fromkeys(_keys_of(closed.jaxpr, context))
+            numbers = {key: jnp.zeros((), jnp.float32) for key in keys}
+            outputs, numbers = _run(closed, arrays, numbers, context)
+            for (scope, name), number in numbers.items():
+                layers.setdefault(scope, {})[name] = number
+            return results.func(outputs)
 
         with named_calls(fun, (args, kwargs)):
-            if modules_of((as_partial(fun), args, kwargs)):
-                results = call_with_states(call, fun, args, kwargs, is_update=True)
-            else:
-                results = call(fun, args, kwargs)
-        return results, _by_scope(tape)
+            results = call_with_states(call, fun, args, kwargs)
+        return results, layers
 
     return watched
 
 
-def _by_scope(tape: Tape) -> dict[str, dict[str, jax.Array]]:
-    """The largest numbers of the operations in each scope."""
-    layers: dict[str, dict[str, jax.Array]] = {}
-    for record, statistics in zip(tape.records, tape.statistics, strict=True):
-        layer = layers.setdefault("/".join(record.scope), {})
-        names = _NAMES[2:] if record.is_transposed else _NAMES[:2]
-        for name, number in zip(names, statistics.magnitudes, strict=True):
-            layer[name] = jnp.maximum(layer.get(name, 0.0), number)
-    return layers
+def _keys_of(jaxpr: core.Jaxpr, context: Context) -> Iterator[tuple[str, str]]:
+    """The keys of all numbers of a program."""
+    for equation in jaxpr.eqns:
+        inner = context.at(equation)
+        if equation.primitive.name in (*_CALLS, *_NESTINGS):
+            for program in programs_of(equation):
+                yield from _keys_of(program, inner)
+        elif _is_measured(equation):
+            yield from _keys_at(inner)
 
 
-_NAMES = ("largest", "flushed", "grad_largest", "grad_flushed")
+def _keys_at(context: Context) -> list[tuple[str, str]]:
+    prefix = "grad_" if context.is_backward else ""
+    scope = "/".join(context.scope)
+    return [(scope, f"{prefix}{name}") for name in ("largest", "flushed")]
+
+
+def _is_measured(equation: core.JaxprEqn) -> bool:
+    results: list[Any] = list(equation.outvars)
+    return (
+        bool(results) and is_floating(results[0]) and is_narrow(results[0].aval.dtype)
+    )
+
+
+def _run(
+    program: Any, arrays: Sequence[Any], numbers: _Numbers, context: Context
+) -> tuple[list[Any], _Numbers]:
+    """Evaluates a program, and updates the numbers."""
+    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*consts, *arrays], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs, inner = [read(atom) for atom in equation.invars], context.at(equation)
+        name = equation.primitive.name
+        if name in _CALLS or name in _NESTINGS:
+            run = _NESTINGS.get(name, _call)
+            outputs, numbers = run(equation, inputs, numbers, inner)
+        else:
+            outputs = evaluate(equation, inputs)
+            if _is_measured(equation):
+                numbers = _updated(equation, inputs, outputs, numbers, inner)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], numbers
+
+
+def _updated(
+    equation: core.JaxprEqn,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    numbers: _Numbers,
+    context: Context,
+) -> _Numbers:
+    """The numbers after one more operation."""
+    is_cast = equation.primitive is primitives.convert_element_type_p
+    before = inputs[0] if is_cast else outputs[0]
+    pairs = zip(_keys_at(context), _glance(outputs[0], before), strict=True)
+    return numbers | {key: jnp.maximum(numbers[key], number) for key, number in pairs}
+
+
+@jax.jit
+def _glance(array: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest magnitude of a result, and the share of `before` that is now zero."""
+    largest = jnp.max(jnp.abs(array), initial=0).astype(jnp.float32)
+    is_nonzero = before != 0
+    flushed = jnp.sum(is_nonzero & (array == 0), dtype=jnp.float32)
+    nonzero = jnp.sum(is_nonzero, dtype=jnp.float32)
+    return (
+        jnp.where(jnp.isfinite(largest), largest, jnp.inf),
+        flushed / jnp.maximum(nonzero, 1),
+    )
+
+
+def _call(
+    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+) -> tuple[Any, _Numbers]:
+    """A jitted function, one under `jax.checkpoint`, or one with its own rule."""
+    params = equation.params
+    if params.get("differentiated") and params["prevent_cse"]:
+        inputs = lax.optimization_barrier(inputs)  # As JAX does.
+    leaves = jax.tree.leaves(list(params.values()))
+    program = next(x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr))
+    return _run(program, inputs, numbers, context)
+
+
+def _scan(
+    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+) -> tuple[Any, _Numbers]:
+    params, (first, size) = equation.params, scan_sizes(equation.params)
+    consts, start, xs = inputs[:first], inputs[first:][:size], inputs[first + size :]
+
+    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+        carry, numbers = carry
+        arrays = [*consts, *carry, *xs]
+        outputs, numbers = _run(params["jaxpr"], arrays, numbers, context)
+        return (outputs[:size], numbers), outputs[size:]
+
+    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+    with context_of(equation):
+        (carry, numbers), ys = lax.scan(body, (start, numbers), xs, **settings)
+    return [*carry, *ys], numbers
+
+
+def _while(
+    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+) -> tuple[Any, _Numbers]:
+    """A `while_loop`, whose condition is not looked into."""
+    params = equation.params
+    first, last = (
+        params["cond_nconsts"],
+        params["cond_nconsts"] + params["body_nconsts"],
+    )
+    condition = core.jaxpr_as_fun(params["cond_jaxpr"])
+
+    def body(carry: Any) -> Any:
+        arrays = [*inputs[first:last], *carry[0]]
+        return _run(params["body_jaxpr"], arrays, carry[1], context)
+
+    with context_of(equation):
+        outputs, numbers = lax.while_loop(
+            lambda carry: condition(*inputs[:first], *carry[0])[0],
+            body,
+            (inputs[last:], numbers),
+        )
+    return outputs, numbers
+
+
+def _cond(
+    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+) -> tuple[Any, _Numbers]:
+    index, *arrays = inputs
+
+    def branch(program: Any) -> Callable[..., Any]:
+        return lambda arrays, numbers: _run(program, arrays, numbers, context)
+
+    branches = list(map(branch, equation.params["branches"]))
+    with context_of(equation):
+        outputs, numbers = lax.switch(index, branches, arrays, numbers)
+    return outputs, numbers
+
+
+def _shard_map(
+    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+) -> tuple[Any, _Numbers]:
+    """A `jax.shard_map`. Of the numbers of all devices the largest ones count."""
+    params = equation.params
+    # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
+    (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
+    axes = tuple(manual)
+
+    def body(arrays: Any, numbers: _Numbers) -> tuple[Any, _Numbers]:
+        numbers = {key: vary_over(number, axes) for key, number in numbers.items()}
+        outputs, numbers = _run(params["jaxpr"], arrays, numbers, context)
+        over_devices = {key: lax.pmax(x, axes) for key, x in numbers.items()}
+        return outputs, over_devices
+
+    with context_of(equation):
+        outputs, numbers = jax.shard_map(
+            body,
+            mesh=params["mesh"],
+            in_specs=(list(params["in_specs"]), P()),
+            out_specs=(list(params["out_specs"]), P()),
+            axis_names=set(manual),
+            check_vma=params["check_vma"],
+        )(list(inputs), numbers)
+    return outputs, numbers
+
+
+_NESTINGS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

@@ -14,7 +14,8 @@ SIGNATURES = {
     ols: """
 adopt_inner_state(inner_state, loss_scale=None)
 all_finite(tree, *, axis_name=None)
-autocast(fun=None, dtype=float16, *, level="O1", low=(), high=(), also=None, keep=None)
+autocast(fun=None, dtype=float16, *, level="O1", high=(), recompute=True,
+    otherwise=None)
 autocast_report(fun, *args, **kwargs)
 cast_params(params, dtype=float16, *, keep=None)
 dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
@@ -41,6 +42,7 @@ master_weights(inner, *, compact=False)
 max_magnitude(tree, *, axis_name=None)
 no_loss_scale()
 raise_if_stalled(tree, max_consecutive=50)
+save_products(primitive, *avals, **params)
 scale(tree, state)
 scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
@@ -88,7 +90,7 @@ headroom_bits(tree, *, scale=1.0, dtype=float16)
 nonfinite_report(tree)
 print_nonfinite_report(tree, *, file=None)
 print_operation_report(operations, *, limit=20, file=None)
-suggest_full_precision(operations, tolerance)
+suggest_full_precision(operations, *, tolerance=0.01)
 suggest_init_scale(tree, *, dtype=float16, margin_bits=2.0)
 trace_operations(fun, *args, dtype=float16, level='O1', loss_scale=1.0, argnums=0)
 underflow_fraction(tree, *, scale=1.0, dtype=float16)
@@ -198,12 +200,11 @@ def test_the_defaults_of_fields_are_as_promised():
     assert ols.LossScaledState._field_defaults == {}
 
 
-def test_the_fields_of_a_histogram_are_as_promised():
+def test_the_fields_of_operations_and_histograms_are_as_promised():
     assert ols.diagnostics.Operation._fields == (
         *("primitive", "where", "scope", "is_backward", "dtype", "shape", "largest"),
-        *("float32_largest", "nonfinite", "made_nonfinite", "underflow"),
-        *("added_underflow", "headroom_bits", "unscaled_headroom_bits", "error"),
-        *("added_error", "loop", "iteration"),
+        *("float32_largest", "nonfinite", "made_nonfinite", "cause", "underflow"),
+        *("headroom_bits", "unscaled_headroom_bits", "error", "loop", "iteration"),
     )
     assert ols.diagnostics.ExponentHistogram._fields == (
         "exponents",

@@ -12,8 +12,12 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import autocast
+import optax_lossscale as ols
+from _lib import plain_models
 from helpers.compat import IS_JAX_0_7
 
 pytestmark = pytest.mark.slow
@@ -324,21 +328,30 @@ def test_the_hardest_history_has_no_long_row_of_zeros_where_torch_has_none(tmp_p
             assert row["in all"] <= 64, row
 
 
-def test_autocast_casts_every_product_and_each_operation_as_torch_or_says_why(tmp_path):
+def test_autocast_runs_every_product_of_fourteen_models_low(tmp_path):
     path = tmp_path / "autocast.json"
-    command = [sys.executable, BENCHMARKS / "autocast.py", "--quick", "--json", path]
+    command = [sys.executable, BENCHMARKS / "autocast.py", "--json", path]
+    command += ["--platforms"]  # Compiled for none.
     subprocess.run(command, check=True, capture_output=True, timeout=600)
     tables = json.loads(path.read_text())
     assert len(tables["Models"]) == 14
     for row in tables["Models"]:
         assert row["products"] == row["in float16"] != "0", row
         assert float(row["gradient error"].rstrip("%")) < 1, row
-        assert float(row["activations"]) <= 0.9, row
-        if "transformer" in row["model"]:
-            assert float(row["activations"]) <= 0.6
-    assert len(tables["Operations"]) > 90
-    for row in tables["Operations"]:
-        assert row["torch"] == row["here"] or row["why"], row
+
+
+@pytest.mark.parametrize("way", ["by hand", "autocast, O1", "autocast, O3"])
+@pytest.mark.parametrize("model", sorted(plain_models.MODELS))
+def test_plain_models_train_in_every_way(model, way):
+    dtype, stream, level = autocast.WAYS[way]
+    loss_fn, params, batch = plain_models.MODELS[model](dtype, stream, True)
+    if level is not None:
+        loss_fn = ols.autocast(loss_fn, level=level)
+    args = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), (params, *batch))
+    loss, grads = jax.value_and_grad(loss_fn)(*args)
+    assert loss.dtype == jnp.float32
+    assert np.isfinite(loss)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(grads))
 
 
 @pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
@@ -385,7 +398,7 @@ def test_tracing_and_eager_calls_are_timed_in_every_framework(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     tables = json.loads(path.read_text())
     assert len(tables["Tracing the gradient"]) == 6
-    assert len(tables["Calls outside jit"]) == 3
+    assert len(tables["Calls outside jit"]) == 2
 
 
 def test_cells_that_markdown_would_turn_bold_are_printed_in_backticks(capsys):

@@ -98,14 +98,6 @@ def test_a_file_imports_only_from_those_above_it(path):
     assert set(imports_of(path)) <= modules_above(path)
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if "/_autocast/" in path])
-def test_autocast_imports_five_files_of_the_rest_and_nothing_else(path):
-    allowed = {"_types", "_tree", "_jaxprs", "_normalization", "_nnx"}
-    for module in imports_of(path):
-        name = module.split(".")[1]
-        assert name == "_autocast" or name in allowed
-
-
 WITH_INIT = [
     folder
     for folder in FOLDERS
@@ -125,12 +117,6 @@ def test_importing_the_package_loads_neither_flax_nor_matplotlib():
         "assert not {'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_readme_is_short_and_its_first_code_is_early():
-    lines = README.splitlines()
-    assert len(lines) <= 200
-    assert lines.index("```python") < 30
 
 
 def without_fences(text):
@@ -308,16 +294,12 @@ def test_readme_has_one_command_of_one_line_under_the_heading(heading):
     assert block.startswith("pip install ")
 
 
-def test_contributing_is_short():
-    assert len(CONTRIBUTING.splitlines()) <= 160
-
-
 def test_citation_and_changelog_name_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     date = re.search(r"^date-released: (.*)$", citation, re.MULTILINE)[1]
     assert f"\nversion: {ols.__version__}\n" in citation
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(r"^## \[.*", changelog, re.MULTILINE)[0] == (
+    assert re.search(r"^## \[\d.*", changelog, re.MULTILINE)[0] == (
         f"## [{ols.__version__}] - {date}"
     )
     assert f"version = {{{ols.__version__}}}" in (ROOT / "docs/cite.md").read_text()

@@ -52,7 +52,7 @@ FIGURE = r"(?<![\w.])\d+\.\d+(?:e-\d+)?(?![\w.]*\d)"
 SECTIONS = {
     "how_it_works/check.md": [],
     "how_it_works/mask.md": [],
-    "how_it_works/evaluator.md": [],
+    "how_it_works/rewriting.md": [],
     "how_it_works/cost.md": [],
     "faq.md": ["What does it cost?", "How much faster is float16?"],
     "troubleshooting.md": ["It is slower than before"],

@@ -7,16 +7,6 @@ from jax.extend import core
 from optax_lossscale._jaxprs import equations_of as equations_of
 
 
-def dtypes_of(function, *args, name="dot_general"):
-    """Operand dtypes of every operation of that name in a traced function."""
-    program = jax.make_jaxpr(function)(*args)
-    return [
-        tuple(str(atom.aval.dtype) for atom in equation.invars)
-        for equation in equations_of(program)
-        if equation.primitive.name == name
-    ]
-
-
 def casts_left_out_on_gpu(function, *args):
     """How many casts from float32 to less, and back, XLA for GPU would leave out."""
     closed = jax.make_jaxpr(function)(*args)

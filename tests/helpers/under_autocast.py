@@ -1,4 +1,4 @@
-"""Small programs, and checks of functions under autocast."""
+"""Small programs, and checks of what autocast makes of them."""
 
 import chex
 import jax
@@ -6,37 +6,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lossscale as ols
-from helpers.programs import dtypes_of
+from helpers.programs import equations_of
 
-HALF = ("float16", "float16")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)
 X = jnp.asarray(RNG.normal(size=(3, 4)), jnp.float32)
 
 
+def integers(*shape, largest=60):
+    """Numbers that float16 holds; it does not hold the sums of their products."""
+    numbers = np.random.default_rng(shape).integers(-largest, largest + 1, shape)
+    return jnp.asarray(numbers, jnp.float32)
+
+
 def dot_loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
-def assert_close(actual, expected, rtol=1e-2):
-    """Values agree up to the rounding of float16; dtypes agree exactly."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        scale = float(np.max(np.abs(e), initial=0.0)) or 1.0
-        np.testing.assert_allclose(a, e, rtol=rtol, atol=rtol * scale)
-
-
-def assert_autocast(fun, *args, grad=True):
-    """Every product is in float16, forward and backward, and the values are right."""
-    cast = ols.autocast(fun)
-    assert_close(cast(*args), fun(*args))
-    assert_close(jax.jit(cast)(*args), fun(*args))
-    assert set(dtypes_of(cast, *args)) == {HALF}
-    if grad:
-        scaled = jax.grad(lambda *args: cast(*args) * 2.0**8)
-        grads = jax.tree.map(lambda g: g / 2.0**8, jax.jit(scaled)(*args))
-        assert_close(grads, jax.grad(fun)(*args))
-        assert set(dtypes_of(scaled, *args)) == {HALF}
 
 
 def with_scan(w, x):
@@ -65,18 +50,57 @@ def own_layer_bwd(residuals, cotangent):
 own_layer.defvjp(own_layer_fwd, own_layer_bwd)
 
 
-def computed_in(capsys, fun, *args, **settings):
-    """The dtype in which each operation computes, according to the report."""
-    ols.autocast_report(ols.autocast(fun, **settings), *args)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    return {row[1]: row[2] for row in rows}
+def products_of(fun, *args):
+    """The products of a traced function, low or not, at every depth."""
+    names = {"low_product", *PRODUCTS}
+    program = jax.make_jaxpr(fun)(*args)
+    return [e for e in equations_of(program) if e.primitive.name in names]
 
 
-def relative_error(fun, *args, scale=1.0, jit=jax.jit, **settings):
-    """Error of the gradient by the first argument, relative to the exact gradient."""
-    exact = jit(jax.grad(fun))(*args)
-    cast = ols.autocast(fun, **settings)
-    grads = jit(jax.grad(lambda *args: cast(*args) * scale))(*args)
-    return jnp.linalg.norm((grads / scale - exact).ravel()) / jnp.linalg.norm(
-        exact.ravel()
-    )
+def dtypes_of(fun, *args):
+    """The dtype in which each product of a traced function multiplies."""
+    return [_dtype_of(equation) for equation in products_of(fun, *args)]
+
+
+def _dtype_of(equation):
+    product = equation.params.get("product")
+    return str(product.low if product else equation.invars[0].aval.dtype)
+
+
+def assert_close(actual, expected, rtol=1e-2):
+    """Values agree up to the rounding of float16; dtypes agree exactly."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = float(np.max(np.abs(e), initial=0.0)) or 1.0
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=rtol * scale)
+
+
+def assert_autocast(fun, *args, grad=True):
+    """Every product is in float16, forward and backward, and the values are right."""
+    cast = ols.autocast(fun)
+    assert_close(cast(*args), fun(*args))
+    assert_close(jax.jit(cast)(*args), fun(*args))
+    assert set(dtypes_of(cast, *args)) == {"float16"}
+    if grad:
+        scaled = jax.grad(lambda *args: cast(*args) * 2.0**8)
+        grads = jax.tree.map(lambda g: g / 2.0**8, jax.jit(scaled)(*args))
+        assert_close(grads, jax.grad(fun)(*args))
+        assert set(dtypes_of(scaled, *args)) == {"float16"}
+
+
+def gradients(fun, *args, cotangent):
+    return jax.vjp(fun, *args)[1](cotangent)
+
+
+def assert_exact(fun, *args, wrap=ols.autocast, run=gradients):
+    """All gradients are those of float32, and float16 could not hold them."""
+    with jax.numpy_dtype_promotion("standard"):
+        cotangent = integers(*jax.eval_shape(fun, *args).shape)
+        expected = run(fun, *args, cotangent=cotangent)
+        actual = run(wrap(fun), *args, cotangent=cotangent)
+    actual, expected = (jax.tree.map(np.asarray, x) for x in (actual, expected))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
+    with np.errstate(over="ignore"):
+        rounded = jax.tree.map(lambda e: e.astype(np.float16).astype(e.dtype), expected)
+    assert not all(map(np.array_equal, *map(jax.tree.leaves, (rounded, expected))))

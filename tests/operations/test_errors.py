@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import optax_lossscale as ols
 from optax_lossscale.diagnostics import trace_operations
 
 W, X = jnp.eye(3), jnp.ones((2, 3))
@@ -61,14 +60,29 @@ def test_errors_of_the_function_are_its_own():
         trace_operations(fail, W, X)
 
 
-def test_a_scope_that_does_not_exist_is_refused_by_autocast():
-    def scoped(w, x):
-        with jax.named_scope("layer"):
-            return jnp.mean(x @ w)
+@pytest.mark.parametrize(
+    ("result", "described"),
+    [
+        (lambda x: x, r"float32\[2,3\]"),
+        (lambda x: {"y": x}, r"float32\[2,3\]"),
+        (lambda x: (x, x), r"float32\[2,3\]"),
+        (lambda x: None, "None"),
+        (lambda x: jnp.int32(3), r"int32\[\]"),
+    ],
+)
+def test_a_function_without_a_scalar_loss_is_refused(result, described):
+    with pytest.raises(
+        TypeError, match=rf"`fun` must return a floating scalar, .*{described}"
+    ):
+        trace_operations(lambda w, x: result(x @ w), W, X)
 
-    with pytest.raises(ValueError, match=r"got 'layr/'.*Did you mean 'layer/'"):
-        ols.autocast(scoped, high=["layr/"])(W, X)
+
+@pytest.mark.parametrize("args", [(), (3,), ("name", None), (jnp.arange(3),)])
+def test_a_function_without_floating_arrays_is_refused(args):
+    with pytest.raises(TypeError, match="`args` must hold a floating array, got none"):
+        trace_operations(lambda *args: 1.0, *args)
 
 
-def test_no_operation_runs_on_a_function_without_any():
-    assert list(trace_operations(lambda w: {"w": w}, W)) == []
+def test_what_jax_cannot_differentiate_is_refused_by_jax():
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        trace_operations(lambda rows, x: jnp.sum(x[rows]), jnp.arange(2), X)

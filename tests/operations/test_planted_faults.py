@@ -189,135 +189,122 @@ def large_slope(x):
     small = 1e-6 * x
     x = (x - jax.lax.stop_gradient(x) + small).astype(jnp.float16)
     x = 600 * x  # fault
-    return jnp.sum(600 * x) / 2
+    return jnp.sum(600 * jnp.abs(x)) / 2  # XLA does not multiply 600 by 600.
 
 
 def flushed(x):
-    """Backward, 1 / 12 times 1e-4 is 8e-6; times 1e-4 once more, it is zero."""
-    x = 1e4 * x
-    x = 1e-4 * x  # fault
-    return jnp.mean(1e-4 * x)
+    """The cotangent of the last layer is 1e-8 / 12, which is zero in float16."""
+    return jnp.mean(1e-4 * (1e-4 * x))
 
 
 def rounded(x):
-    x = 1000 + x
-    return jnp.mean(x - 1000)  # fault
+    """Between 512 and 1024, float16 has steps of 1/2; only differences remain."""
+    differences = jnp.float32([[1, 0], [-1, 1], [0, -1], [0, 0]])
+    return jnp.mean(((500 + x) @ differences) ** 2)  # fault
+
+
+class Fault(NamedTuple):
+    """Where a planted fault is: in the head or in a layer."""
+
+    head: Callable
+    primitive: str
+    is_backward: bool = False
+    layer: int | None = None
+    factors: tuple = ONES
+    settings: dict = {}  # noqa: RUF012
+
+
+FAULTS = {
+    "product": Fault(mean, "dot_general", layer=4, factors=FIFTH),
+    "softmax": Fault(softmax, "exp", settings={"level": "O2"}),
+    "square": Fault(square, "square integer_pow"),
+    "square, scaled": Fault(
+        square, "square integer_pow", settings={"loss_scale": 256.0}
+    ),
+    "slope": Fault(large_slope, "mul", is_backward=True),
+    "slope, scaled": Fault(
+        large_slope, "mul", is_backward=True, settings={"loss_scale": 2.0}
+    ),
+}
+
+
+def assert_named(operation, model, fault):
+    """An operation is the fault that was planted in a model."""
+    assert operation.primitive in fault.primitive
+    assert operation.is_backward == fault.is_backward
+    is_head = fault.layer is None
+    line = place_of(fault.head, "fault") if is_head else model.product
+    assert operation.where == line
+    assert operation.scope == (model.head if is_head else model.layer(fault.layer))
 
 
 @FRAMEWORKS
-def test_the_product_of_the_fifth_layer_is_named(framework):
-    model = framework(mean, FIFTH)
-    first = first_nonfinite(trace(model))
-    assert first.primitive == "dot_general"
-    assert first.where == model.product
-    assert first.scope == model.layer(4)
-    assert not first.is_backward
-    assert first.dtype == jnp.float16
-    assert first.made_nonfinite == int(jnp.sum(X * 9e4 > HALF_MAX))
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_overflow_is_named(framework, fault):
+    model = framework(fault.head, fault.factors)
+    first = first_nonfinite(trace(model, **fault.settings))
+    assert_named(first, model, fault)
+    assert not first.overflows_only_scaled
     assert first.nonfinite == first.made_nonfinite
-    assert sorted(first.shape) == [3, 4]  # Equinox maps `W @ x`, so the rows are last.
-    assert first.largest == math.inf
-    np.testing.assert_allclose(first.float32_largest, 9e4 * jnp.max(X), rtol=2e-2)
-    bits = math.log2(HALF_MAX) - math.log2(first.float32_largest)
-    np.testing.assert_allclose(first.headroom_bits, bits)
-    assert not first.overflows_only_scaled
 
 
 @FRAMEWORKS
-def test_an_exponential_without_its_maximum_is_named(framework):
-    model = framework(softmax, ONES)
-    first = first_nonfinite(trace(model, level="O2"))
-    assert (first.primitive, first.where) == ("exp", place_of(softmax, "fault"))
-    assert first.scope == model.head
-    assert not first.is_backward
-    # All entries of `X` are at least 0.5, so all 12 overflow.
-    assert first.nonfinite == first.made_nonfinite == 12
-    bits = math.log2(HALF_MAX) - 40 * float(jnp.max(X)) * math.log2(math.e)
-    np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-2)
+def test_the_product_whose_gradient_is_flushed_is_named(framework):
+    model = framework(flushed, ONES)
+    worst = max(trace(model), key=lambda x: x.underflow)
+    cast = Fault(flushed, "convert_element_type", is_backward=True, layer=5)
+    assert_named(worst, model, cast)
+    assert worst.underflow == worst.error == 1.0
+    np.testing.assert_allclose(worst.float32_largest, 1e-8 / 12, rtol=1e-3)
+    # A loss scale brings the gradient back.
+    assert not any(x.underflow for x in trace(model, loss_scale=2.0**15))
 
 
 @FRAMEWORKS
-def test_a_square_before_a_mean_is_named(framework):
-    model = framework(square, ONES)
-    first = first_nonfinite(trace(model))
-    assert first.primitive in ("square", "integer_pow")
-    assert first.where == place_of(square, "fault")
-    assert first.scope == model.head
-    assert not first.is_backward
-    assert first.made_nonfinite == 12  # 500 squared is beyond 65504.
-    np.testing.assert_allclose(
-        first.float32_largest, (1000 * float(jnp.max(X))) ** 2, rtol=1e-2
-    )
-
-
-@FRAMEWORKS
-def test_an_overflow_of_the_backward_pass_alone_is_named(framework):
-    model = framework(large_slope, ONES)
-    operations = trace(model)
-    assert not any(x.nonfinite for x in operations if not x.is_backward)
-    first = first_nonfinite(operations)
-    assert (first.primitive, first.where) == ("mul", place_of(large_slope, "fault"))
-    assert first.scope == model.head
-    assert first.is_backward
-    assert first.made_nonfinite == 12
-    # The derivative of the loss by `x` is 600 * 600 / 2.
-    np.testing.assert_allclose(first.float32_largest, 180_000, rtol=1e-3)
-    assert not first.overflows_only_scaled
+def test_the_product_with_the_largest_error_is_named(framework):
+    model = framework(rounded, ONES)
+    worst = max(trace(model, loss_scale=2.0**15), key=lambda x: x.error)
+    assert_named(worst, model, Fault(rounded, "dot_general"))
+    half = np.asarray(500 + X, np.float16).astype(np.float32)
+    exact, cast = (np.diff(x[:, :3]) for x in (np.asarray(500 + X), half))
+    error = np.linalg.norm(cast - exact) / np.linalg.norm(exact)
+    np.testing.assert_allclose(worst.error, error, rtol=1e-2)
 
 
 @FRAMEWORKS
 def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(framework):
-    """The cotangent of the mean is the scale divided by 12, and rounded first."""
-    model = framework(mean, ONES)
-    scale = 2.0**20
+    """The cotangent of the mean is the scale / 12, and is cast for the product."""
+    model, scale = framework(mean, ONES), 2.0**20
     first = first_nonfinite(trace(model, loss_scale=scale))
-    assert first.is_backward
+    cast = Fault(mean, "convert_element_type", is_backward=True, layer=5)
+    assert_named(first, model, cast)
     assert first.overflows_only_scaled
-    np.testing.assert_allclose(first.float32_largest, scale / 12, rtol=1e-3)
     bits = math.log2(HALF_MAX) - math.log2(scale / 12)
     np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-3)
     np.testing.assert_allclose(first.unscaled_headroom_bits, bits + 20, rtol=1e-3)
     assert first_nonfinite(trace(model, loss_scale=2.0**15)) is None
 
 
-@FRAMEWORKS
-@pytest.mark.parametrize(("fault", "loss_scale"), [(square, 256.0), (large_slope, 2.0)])
-def test_an_overflow_at_any_scale_is_not_blamed_on_the_loss_scale(
-    framework, fault, loss_scale
-):
-    """With a scale of 2, nothing of `large_slope` overflows that does not without."""
-    model = framework(fault, ONES)
-    first = first_nonfinite(trace(model, loss_scale=loss_scale))
-    assert first.where == place_of(fault, "fault")
-    assert first.scope == model.head
-    assert not first.overflows_only_scaled
+def test_the_numbers_of_an_overflowing_product():
+    first = first_nonfinite(trace(plain(mean, FIFTH)))
+    assert first.dtype == jnp.float16
+    assert first.nonfinite == int(jnp.sum(X * 9e4 > HALF_MAX))
+    assert first.shape == (3, 4)
+    assert first.largest == first.error == math.inf
+    np.testing.assert_allclose(first.float32_largest, 9e4 * jnp.max(X), rtol=2e-2)
+    bits = math.log2(HALF_MAX) - math.log2(first.float32_largest)
+    np.testing.assert_allclose(first.headroom_bits, bits)
 
 
-@FRAMEWORKS
-def test_the_operation_that_flushes_most_of_the_gradient_is_named(framework):
-    model = framework(flushed, ONES)
-    operations = trace(model)
-    worst = max(operations, key=lambda x: x.added_underflow)
-    assert worst.is_backward
-    assert (worst.primitive, worst.where) == ("mul", place_of(flushed, "fault"))
-    assert worst.scope == model.head
-    assert worst.underflow == worst.added_underflow == 1.0
-    np.testing.assert_allclose(worst.float32_largest, 1e-8 / 12, rtol=1e-3)
-    # A loss scale brings the gradient back.
-    operations = trace(model, loss_scale=2.0**15)
-    assert not any(x.underflow for x in operations)
-
-
-@FRAMEWORKS
-def test_the_operation_with_the_largest_error_is_named(framework):
-    model = framework(rounded, ONES)
-    operations = [x for x in trace(model) if not x.is_backward]
-    worst = max(operations, key=lambda x: x.added_error)
-    assert (worst.primitive, worst.where) == ("sub", place_of(rounded, "fault"))
-    assert worst.scope == model.head
-    # Between 512 and 1024, float16 has steps of 1/2; above, of 1.
-    half = np.asarray(X, np.float16)
-    result = (np.float16(1000) + half) - np.float16(1000)
-    error = np.linalg.norm(result - np.asarray(X)) / np.linalg.norm(X)
-    np.testing.assert_allclose(worst.error, error, rtol=1e-2)
-    assert worst.error == max(x.error for x in operations)
+def test_the_numbers_of_operations_that_the_function_casts_itself():
+    """An exponential at O2, and a product of halves in the backward pass."""
+    first = first_nonfinite(trace(plain(softmax, ONES), level="O2"))
+    # All entries of `X` are at least 0.5, so all 12 overflow.
+    assert first.nonfinite == 12
+    bits = math.log2(HALF_MAX) - 40 * float(jnp.max(X)) * math.log2(math.e)
+    np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-2)
+    operations = trace(plain(large_slope, ONES))
+    assert not any(x.nonfinite for x in operations if not x.is_backward)
+    # The derivative of the loss by `x` is 600 * 600 / 2.
+    first = first_nonfinite(operations)
+    np.testing.assert_allclose(first.float32_largest, 180_000, rtol=1e-3)

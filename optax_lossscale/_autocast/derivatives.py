@@ -1,0 +1,196 @@
+"""Derivatives and batches of `low_product`, by JAX's own rules for the same product.
+
+Each of JAX's rules for a product consists of products and of moves, such as a
+transposition. So the rule is traced for a float32 product, and evaluated with each
+product in it low. Nothing about dimension numbers is written here.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import jet
+from jax.extend import core
+from jax.interpreters import ad, batching
+from jax.interpreters import partial_eval as pe
+
+from optax_lossscale._autocast.float8 import PRECISION_OF_GRADIENTS, of_cotangent
+from optax_lossscale._autocast.products import (
+    FLOAT32,
+    PRODUCTS,
+    Product,
+    as_written,
+    low_product_p,
+    product_of,
+    to_low,
+)
+from optax_lossscale._jax_internals import register_nan_check
+from optax_lossscale._jaxprs import aval_of, bind
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, product: Product
+) -> tuple[Any, Any]:
+    """The copies in the low dtype are what is saved for the backward pass."""
+    x, y, *rest = (to_low(operand, product.low) for operand in primals)
+    bind_product = functools.partial(low_product_p.bind, product=product)
+    result, (dx, dy, *_) = bind_product(x, y, *rest), tangents
+    pairs = [(pair, t) for pair, t in (((dx, y), dx), ((x, dy), dy))]
+    terms = [bind_product(*xy, *rest) for xy, t in pairs if type(t) is not ad.Zero]
+    if not terms:
+        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
+    return result, functools.reduce(lax.add, terms)
+
+
+def _transpose(cotangent: Any, *operands: Any, product: Product) -> list[Any]:
+    """The gradient for the one factor of which the product is a linear function.
+
+    It has the dtype of that factor, and so is a float32 sum where this is float32.
+    """
+    gradients: list[Any] = [None] * len(operands)
+    place = 0 if ad.is_undefined_primal(operands[0]) else 1
+    if type(cotangent) is ad.Zero:
+        return gradients
+    factor = operands[place].aval
+    others = [x for i, x in enumerate(operands) if i != place]
+    float8 = product.float8 and of_cotangent(product.float8[1 - place])
+    avals = map(jax.typeof, (cotangent, *others))
+    program = _transposed(product, place, factor, *avals)
+    low = product._replace(out=factor.dtype, float8=float8)
+    gradients[place] = _with_low_products(program, low, cotangent, *others)
+    return gradients
+
+
+def _batch(
+    operands: Sequence[Any], axes: Sequence[Any], *, product: Product
+) -> tuple[Any, int]:
+    axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
+    program = _batched(product, axes, *map(jax.typeof, operands))
+    return _with_low_products(program, product, *operands), 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _transposed(
+    product: Product, place: int, factor: Any, *avals: Any
+) -> core.ClosedJaxpr:
+    """JAX's rule for the gradient of a float32 product, as a program."""
+
+    def transpose(cotangent: Any, *others: Any) -> Any:
+        def of_factor(x: Any) -> Any:
+            return product.apply(*others[:place], x, *others[place:], out=FLOAT32)
+
+        return jax.linear_transpose(of_factor, _in_float32(factor))(cotangent)[0]
+
+    return _traced(transpose, avals)
+
+
+@functools.lru_cache(maxsize=4096)
+def _batched(
+    product: Product, axes: tuple[int | None, ...], *avals: Any
+) -> core.ClosedJaxpr:
+    """JAX's rule for batches of factors of a float32 product, as a program."""
+    apply = functools.partial(product.apply, out=FLOAT32)
+    return _traced(jax.vmap(apply, in_axes=axes), avals)
+
+
+def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+    x, y, *rest = avals
+    return jax.make_jaxpr(function)(_in_float32(x), _in_float32(y), *rest)
+
+
+def _in_float32(aval: Any) -> Any:
+    return aval.update(dtype=FLOAT32, weak_type=False)
+
+
+def _with_low_products(
+    program: core.ClosedJaxpr, product: Product, *operands: Any
+) -> Any:
+    """Evaluates a rule of JAX, with each product in it as low as the given one."""
+    values = dict(zip(program.jaxpr.invars, operands, strict=True))
+    # Which factor it is, of each variable that is one or was moved.
+    factors = {variable: i for i, variable in enumerate(program.jaxpr.invars[:2])}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in program.jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        (result,) = equation.outvars
+        moved = [x for x in equation.invars if isinstance(x, core.Var) and x in factors]
+        first = factors[moved[0]] if moved else 0
+        if equation.primitive in PRODUCTS:
+            low = _as_low_as(product, equation, is_swapped=first == 1)
+            values[result] = low_product_p.bind(*inputs, product=low)
+        else:
+            (values[result],) = bind(equation.primitive, inputs, equation.params)
+            factors[result] = first
+    # Of empty factors JAX's rule makes zeros, in float32.
+    return lax.convert_element_type(read(program.jaxpr.outvars[0]), product.out)
+
+
+def _as_low_as(
+    product: Product, equation: core.JaxprEqn, *, is_swapped: bool
+) -> Product:
+    """The product in a rule, with the dtypes and the precision of the given one."""
+    float8 = product.float8
+    if float8 is not None and is_swapped:
+        float8 = float8[::-1]
+    precision = dict(product.params)["precision"]
+    if float8 is not None and product.out == FLOAT32:
+        precision = PRECISION_OF_GRADIENTS
+    params = {**equation.params, "precision": precision}
+    return product_of(equation.replace(params=params), product.low, product.out, float8)
+
+
+def _jet(
+    primals: Sequence[Any], series: Sequence[Any], *, product: Product
+) -> tuple[Any, Any]:
+    """The Taylor series of a product, which JAX's function knows for its own ones."""
+    function = functools.partial(as_written, product=product)
+    result: tuple[Any, Any] = jet.jet(function, primals, series, factorial_scaled=False)
+    return result
+
+
+def _ask_policy(
+    saveable: Callable[..., Any],
+    unknown: Sequence[bool],
+    instantiated: Sequence[bool],
+    equation: core.JaxprEqn,
+) -> Any:
+    """Asks a policy of `jax.checkpoint` about the product, the only one that it knows.
+
+    The rule is otherwise that of JAX for an operation that is saved or computed again.
+    """
+    pairs = zip(equation.invars, instantiated, strict=True)
+    residuals = [x for x, flag in pairs if not flag and isinstance(x, core.Var)]
+    if any(unknown):
+        return None, equation, [True], [True], residuals
+    product = equation.params["product"]
+    avals = map(aval_of, equation.invars)
+    low = [x.update(dtype=product.low) if x.dtype == FLOAT32 else x for x in avals]
+    params = {**dict(product.params), "preferred_element_type": product.out}
+    decision = saveable(product.primitive, *low, **params)
+    if isinstance(decision, tuple):  # From one memory to another: as in a jitted call.
+        function = jax.jit(functools.partial(as_written, product=product))
+        (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns
+        equation = equation.replace(primitive=call.primitive, params=call.params)
+        rule = pe.partial_eval_jaxpr_custom_rules[call.primitive]
+        return rule(saveable, unknown, instantiated, equation)
+    if decision is False or decision is _RECOMPUTE:
+        return equation, equation, [False], [True], residuals
+    return equation, None, [False], [False], []
+
+
+# What a policy that may offload returns for an operation that is none of its products.
+_RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "host")(
+    None
+)
+
+ad.primitive_jvps[low_product_p] = _jvp
+ad.primitive_transposes[low_product_p] = _transpose
+batching.primitive_batchers[low_product_p] = _batch
+jet.jet_rules[low_product_p] = _jet  # type: ignore[assignment]
+pe.partial_eval_jaxpr_custom_rules[low_product_p] = _ask_policy
+register_nan_check(low_product_p)

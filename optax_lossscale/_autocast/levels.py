@@ -1,0 +1,212 @@
+"""What a call of `autocast` asks for, and the arguments that O2 and O3 cast.
+
+| level | meaning |
+|---|---|
+| O0 | the function itself |
+| O1 | products run low |
+| O2 | O1, and the function is traced with low arguments, but those of normalization |
+| O3 | O1, and the function is traced with low arguments |
+"""
+
+import contextlib
+import contextvars
+import difflib
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from optax_lossscale._jaxprs import scope_of, user_line, where_written
+from optax_lossscale._nnx import flax_nnx
+from optax_lossscale._normalization import in_normalization
+from optax_lossscale._tree import path_name
+from optax_lossscale._types import PyTree
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+class Left(NamedTuple):
+    """Products that stay as written beside those in `high`, which a search tries out.
+
+    Attributes:
+      scopes: Their scopes, as in `Settings.high`.
+      lines: Their lines, as `user_line` returns them.
+    """
+
+    scopes: tuple[tuple[str, ...], ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+_LEFT: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
+    "left", default=None
+)
+
+
+@contextlib.contextmanager
+def left_in_float32(left: Left) -> Iterator[None]:
+    """Leaves products as written in all calls of `autocast` inside the `with` block."""
+    token = _LEFT.set(left)
+    try:
+        yield
+    finally:
+        _LEFT.reset(token)
+
+
+class Settings(NamedTuple):
+    """How `autocast` rewrites a program.
+
+    Attributes:
+      dtype: The dtype to which the operands of products are rounded.
+      level: `"O0"` to `"O3"`.
+      high: Scopes whose products stay as written, each as the names in its path.
+      recompute: Whether loops compute cheap operations again in their backward pass.
+      has_float8: Whether products take float8 operands where that is worth it.
+      scope: The names of the scopes around the program, if `high` holds any.
+      is_backward: Whether the program is a backward rule. Its products are gradients,
+        so they are float32 sums.
+      lines: Lines whose products stay as written.
+    """
+
+    dtype: Any
+    level: str
+    high: tuple[tuple[str, ...], ...]
+    recompute: bool
+    has_float8: bool
+    scope: tuple[str, ...] = ()
+    is_backward: bool = False
+    lines: tuple[str, ...] = ()
+
+    @property
+    def casts_arguments(self) -> bool:
+        """Whether the function is traced with low arguments."""
+        return self.level in ("O2", "O3")
+
+    def with_left(self) -> "Settings":
+        """The settings with what `left_in_float32` names."""
+        left = _LEFT.get() or Left()
+        return self._replace(high=(*self.high, *left.scopes), lines=left.lines)
+
+    def inside(self, equation: core.JaxprEqn) -> "Settings":
+        """The settings for the programs that an equation holds."""
+        if not self.high:
+            return self
+        return self._replace(scope=(*self.scope, *scope_of(equation)))
+
+    def is_high(self, equation: core.JaxprEqn) -> bool:
+        """Whether an equation is in one of the scopes of `high`."""
+        if self.lines:
+            where = user_line(equation) or where_written(equation)
+            if where in self.lines:
+                return True
+        if not self.high:
+            return False
+        scope = (*self.scope, *scope_of(equation))
+        return any(scope[: len(name)] == name for name in self.high)
+
+    def check_scopes(self, scopes: Collection[tuple[str, ...]]) -> None:
+        """Refuses a scope without products; `scopes` are those of all products."""
+        paths = {path[:size] for path in scopes for size in range(1, len(path) + 1)}
+        names = {"/".join(path) + "/" for path in paths}
+        for scope in self.high:
+            name = "/".join(scope) + "/"
+            if name not in names:
+                raise ValueError(
+                    f"`high` must hold scopes of matrix products or convolutions, got "
+                    f"{name!r}.{_did_you_mean(name, names)} The scopes with products "
+                    f"are {', '.join(sorted(names)) or 'none'}."
+                )
+
+
+def make_settings(
+    dtype: Any, level: str, high: Sequence[str], recompute: bool, otherwise: Any
+) -> Settings:
+    """Checks the arguments of `autocast`."""
+    if level not in LEVELS:
+        raise ValueError(
+            f"`level` must be one of {', '.join(LEVELS)}, got {level!r}."
+            f"{_did_you_mean(str(level).upper().replace('0', 'O', 1), LEVELS)}"
+        )
+    dtype = _floating_dtype("dtype", dtype)
+    has_float8 = dtype == jnp.float8_e4m3fn
+    if dtype.itemsize == 1 and not has_float8:
+        raise ValueError(
+            f"`dtype` must be float8_e4m3fn, float16 or bfloat16, got {dtype}. (Values "
+            "are in float8_e4m3fn; cotangents then are in float8_e5m2.)"
+        )
+    if otherwise is not None and not has_float8:
+        raise ValueError(
+            f"`otherwise` goes with float8 only, got {otherwise!r} with {dtype}. (It "
+            "is the dtype of products that are not computed in float8.)"
+        )
+    if has_float8 and level in ("O2", "O3"):
+        raise ValueError(
+            f"`level` must be O0 or O1 with float8, got {level!r}. (At O2 and O3 the "
+            "factors of products are narrower than float32 before they are rounded.)"
+        )
+    if has_float8:
+        dtype = _floating_dtype("otherwise", otherwise or jnp.bfloat16)
+        if dtype.itemsize != 2:
+            raise ValueError(f"`otherwise` must be bfloat16 or float16, got {dtype}.")
+    if dtype.itemsize != 2:
+        raise ValueError(
+            f"`dtype` must be narrower than float32, got {dtype}. (Did you mean "
+            "float16?)"
+        )
+    return Settings(dtype, level, _scopes_from(high), bool(recompute), has_float8)
+
+
+def _floating_dtype(setting: str, dtype: Any) -> Any:
+    hint = f" (Did you mean `level={dtype!r}`?)" if str(dtype) in LEVELS else ""
+    if dtype is None or hint or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`{setting}` must be a floating dtype, got {dtype!r}.{hint}")
+    return jnp.dtype(dtype)
+
+
+def _scopes_from(high: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    if isinstance(high, str) or not isinstance(high, Iterable):
+        hint = f" (Did you mean `high=[{high!r}]`?)" if isinstance(high, str) else ""
+        raise TypeError(f"`high` must be a sequence of scopes, got {high!r}.{hint}")
+    for name in high:
+        if not isinstance(name, str) or not name.strip("/"):
+            raise ValueError(
+                f"`high` must hold scopes such as 'Net/Dense_0/', got {name!r}."
+            )
+    return tuple(tuple(name.strip("/").split("/")) for name in high)
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    # A scope is known by its whole path; its last names may have been given alone.
+    near = sorted(path for path in known if path.endswith("/" + name))[:3]
+    near = near or difflib.get_close_matches(name, sorted(known), 3, 0.6)
+    return f" (Did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def kept_leaves(tree: PyTree, settings: Settings) -> dict[int, Any]:
+    """The leaves of the arguments that O2 or O3 does not cast, by their identities.
+
+    These are running statistics, and at O2 the leaves of normalization layers.
+    """
+    flags = _are_statistics(tree)
+    if settings.level == "O2":
+        flags = [a or b for a, b in zip(flags, in_normalization(tree), strict=True)]
+    pairs = zip(jax.tree.leaves(tree), flags, strict=True)
+    return {id(leaf): leaf for leaf, flag in pairs if flag}
+
+
+def _are_statistics(tree: PyTree) -> list[bool]:
+    """For each leaf, whether it belongs to the running statistics of a model."""
+    nnx, equinox = flax_nnx(), sys.modules.get("equinox")
+    kinds: tuple[type, ...] = () if nnx is None else (nnx.BatchStat,)
+    kinds += () if equinox is None else (equinox.nn.State,)
+
+    def is_state(node: object) -> bool:
+        return isinstance(node, kinds)
+
+    flags = []
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+        in_collection = "batch_stats" in path_name(path).split("/")
+        flags += [is_state(node) or in_collection] * len(jax.tree.leaves(node))
+    return flags

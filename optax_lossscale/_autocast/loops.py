@@ -1,0 +1,108 @@
+"""What is saved for the backward pass: in loops, and by `jax.checkpoint`.
+
+JAX stacks what the body of a scan saves, in the dtype that it has. Products are low;
+the rest is float32. So the body saves its products and what takes long to compute, and
+computes the cheap operations again.
+"""
+
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives as p
+
+from optax_lossscale._autocast.products import PRODUCTS, low_product_p
+from optax_lossscale._jax_internals import NEWER_ELEMENTWISE, pvary_p, remat_p, split_p
+from optax_lossscale._jaxprs import equations_of
+
+_CHEAP = frozenset(
+    {
+        # One entry of the result takes one entry of each operand.
+        *(p.abs_p, p.acos_p, p.acosh_p, p.add_jaxvals_p, p.add_p, p.and_p, p.asin_p),
+        *(p.asinh_p, p.atan2_p, p.atan_p, p.atanh_p, p.bitcast_convert_type_p),
+        *(p.cbrt_p, p.ceil_p, p.clamp_p, p.complex_p, p.conj_p),
+        *(p.convert_element_type_p, p.cos_p, p.cosh_p, p.div_p, p.eq_p, p.erf_p),
+        *(p.erfc_p, p.exp2_p, p.exp_p, p.expm1_p, p.floor_p, p.ge_p, p.gt_p, p.imag_p),
+        *(p.integer_pow_p, p.is_finite_p, p.le_p, p.log1p_p, p.log_p, p.logistic_p),
+        *(p.lt_p, p.max_p, p.min_p, p.mul_p, p.ne_p, p.neg_p, p.nextafter_p, p.not_p),
+        *(p.or_p, p.pow_p, p.real_p, p.reduce_precision_p, p.rem_p, p.round_p),
+        *(p.rsqrt_p, p.select_n_p, p.shift_left_p, p.shift_right_arithmetic_p),
+        *(p.shift_right_logical_p, p.sign_p, p.sin_p, p.sinh_p, p.sqrt_p, p.square_p),
+        *(p.stop_gradient_p, p.sub_p, p.tan_p, p.tanh_p, p.xor_p),
+        *NEWER_ELEMENTWISE,
+        # Moves, and what makes entries from nothing.
+        *(p.broadcast_in_dim_p, p.concatenate_p, p.copy_p, p.dynamic_slice_p),
+        *(p.dynamic_update_slice_p, p.gather_p, p.iota_p, p.pad_p, p.reshape_p),
+        *(p.rev_p, p.sharding_constraint_p, p.slice_p, p.squeeze_p, p.transpose_p),
+        *(pvary_p, split_p),
+    }
+)
+
+
+def save_products(primitive: core.Primitive, *avals: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: only low products are saved.
+
+    Under `autocast` they have half the bytes of float32, and all else is computed again
+    in the backward pass. Outside of it, products of float16 or bfloat16 arrays are what
+    is saved.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lossscale as ols
+      >>> @ols.autocast
+      ... def loss_fn(w, x):
+      ...     layer = jax.checkpoint(
+      ...         lambda w, x: jnp.tanh(x @ w), policy=ols.save_products
+      ...     )
+      ...     return jnp.mean(layer(w, x))
+      >>> grads = jax.grad(loss_fn)(jnp.ones((3, 2)), jnp.ones((1, 3)))
+
+    References:
+      https://docs.jax.dev/en/latest/gradient-checkpointing.html
+    """
+    return primitive in PRODUCTS and all(x.dtype.itemsize < 4 for x in avals[:2])
+
+
+def _save_all_but_cheap(primitive: core.Primitive, *_: Any, **__: Any) -> bool:
+    """The policy in loops. What is not known to be cheap is saved."""
+    return primitive not in _CHEAP
+
+
+def can_recompute(body: core.ClosedJaxpr, low_body: core.ClosedJaxpr) -> bool:
+    """Whether the body of a loop has low products, and nothing forbids to repeat it.
+
+    A body with effects would repeat them, and one with a `jax.checkpoint` says itself
+    what it saves. JAX fails to save complex numbers that a checkpoint also reads.
+    """
+    own, low = list(equations_of(body)), list(equations_of(low_body))
+    has_product = any(equation.primitive is low_product_p for equation in low)
+    has_checkpoint = any(equation.primitive is remat_p for equation in own)
+    results = [x.aval for equation in own for x in equation.outvars]
+    # A token has no dtype.
+    is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
+    is_closed = not (body.effects or body.consts)
+    return has_product and is_closed and not (has_checkpoint or is_complex)
+
+
+def recompute_in_backward_pass(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The body of a scan, which saves less for its backward pass.
+
+    It becomes the one equation of a new program. To trace it again would need the axis
+    names that are bound around the loop, as in a `jax.shard_map`.
+    """
+    checkpoint = jax.checkpoint(
+        lambda x: x, prevent_cse=False, policy=_save_all_but_cheap
+    )
+    (equation,) = jax.make_jaxpr(checkpoint)(0.0).eqns
+    jaxpr = body.jaxpr
+    inputs, results = (
+        [core.Var(atom.aval) for atom in atoms]
+        for atoms in (jaxpr.invars, jaxpr.outvars)
+    )
+    equation = equation.replace(
+        invars=inputs,
+        outvars=results,
+        params={**equation.params, "jaxpr": jaxpr},
+        ctx=jaxpr.eqns[0].ctx,  # With the mesh around the loop.
+    )
+    jaxpr = jaxpr.replace(invars=inputs, outvars=results, eqns=[equation])
+    return core.ClosedJaxpr(jaxpr, body.consts)

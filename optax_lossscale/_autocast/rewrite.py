@@ -1,0 +1,333 @@
+"""Rewrite a program so that its products run low, and nothing else changes.
+
+    z = dot_general(x, y)    becomes    low = low_product(x, y)
+                                        z = convert_element_type(low, float32)
+
+Equations are replaced in place, in the program and in all programs that its equations
+hold, such as the body of a loop. So their lines, names, contexts and effects stay, all
+dtypes stay, and no kind of control flow needs a rule of its own.
+"""
+
+import concurrent.futures
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+
+from optax_lossscale._autocast.float8 import OF_VALUES, reason_not_float8
+from optax_lossscale._autocast.levels import Settings
+from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
+from optax_lossscale._autocast.markers import reason_of_marker, traced_for
+from optax_lossscale._autocast.modules import partition
+from optax_lossscale._autocast.products import (
+    FLOAT32,
+    PRODUCTS,
+    low_product_p,
+    product_of,
+)
+from optax_lossscale._jax_internals import (
+    BACKWARD_RULE,
+    KERNELS,
+    TRACED_RULES,
+    pvary_p,
+    with_changed_result,
+)
+from optax_lossscale._jaxprs import aval_of, bind, programs_of, scope_of
+from optax_lossscale._types import PyTree
+
+_DEFAULT_PRECISIONS = (
+    None,
+    lax.Precision.DEFAULT,
+    lax.DotAlgorithmPreset.DEFAULT,
+)
+# For each program and its settings the rewritten one, or None if nothing changes. JAX
+# keeps what it compiled by the identity of a program, so each is rewritten once.
+_REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+class Traced(NamedTuple):
+    """A call of a function that is traced, and not evaluated yet.
+
+    Attributes:
+      program: What was traced.
+      arrays: Its inputs.
+      finish: Makes the results of the call from those of the program.
+    """
+
+    program: core.ClosedJaxpr
+    arrays: list[Any]
+    finish: Callable[[Sequence[Any]], PyTree]
+
+    def evaluate(self, settings: Settings) -> PyTree:
+        """The results of the call, with low products."""
+        program = rewrite(self.program, settings)
+        results = core.jaxpr_as_fun(program)(*self.arrays)
+        # Of a literal JAX returns the number, without an array around it.
+        are_literals = [isinstance(x, core.Literal) for x in program.jaxpr.outvars]
+        pairs = zip(results, are_literals, strict=True)
+        return self.finish([jnp.asarray(x) if flag else x for x, flag in pairs])
+
+
+def trace(fun: Callable[..., PyTree], settings: Settings, *args: PyTree) -> Traced:
+    """Traces `fun(*args)`."""
+    arrays, rest = partition(args)
+
+    def flat(*arrays: jax.Array) -> jax.tree_util.Partial:
+        with traced_for.set(settings.dtype):
+            results, other_results = partition(fun(*rest.merge(arrays)))
+        # A `Partial` is a pytree of its arrays, with the function as static data.
+        return jax.tree_util.Partial(other_results.merge, results)
+
+    program, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return Traced(program, arrays, results.func)
+
+
+def rewrite(program: Any, settings: Settings, *, is_loop: bool = False) -> Any:
+    """The program with low products; the very same object if it holds none.
+
+    Args:
+      program: A `Jaxpr` or a `ClosedJaxpr`.
+      settings: How to rewrite it.
+      is_loop: Whether it is the body of a scan, which may save less.
+    """
+    known = _REWRITTEN.setdefault(program, {})
+    key = settings, is_loop
+    if key not in known:
+        low = _rewritten(program, settings)
+        if is_loop and settings.recompute and can_recompute(program, low):
+            low = recompute_in_backward_pass(low)
+        known[key] = None if low is program else low
+    return program if known[key] is None else known[key]
+
+
+def _rewritten(program: Any, settings: Settings) -> Any:
+    jaxpr = getattr(program, "jaxpr", program)
+    equations: list[core.JaxprEqn] = []
+    for equation in jaxpr.eqns:
+        equations += _equations_for(equation, jaxpr, settings)
+    if _are_same(equations, jaxpr.eqns):
+        return program
+    jaxpr = jaxpr.replace(eqns=equations)
+    return program.replace(jaxpr=jaxpr) if hasattr(program, "jaxpr") else jaxpr
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _equations_for(
+    equation: core.JaxprEqn, jaxpr: core.Jaxpr, settings: Settings
+) -> list[core.JaxprEqn]:
+    """What stands in the place of an equation."""
+    if reason_for_all_inside(equation, settings) is not None:
+        return [equation]
+    if equation.primitive not in PRODUCTS:
+        settings = settings.inside(equation)
+        params = {
+            name: _with_low_products(equation.primitive, name, param, settings)
+            for name, param in equation.params.items()
+        }
+        if _are_same([*params.values()], [*equation.params.values()]):
+            return [equation]
+        return [equation.replace(params=params)]
+    if reason_to_keep(equation, jaxpr, settings.dtype) is not None:
+        return [equation]
+    is_float8 = settings.has_float8 and reason_not_float8(equation) is None
+    low, out = settings.dtype, aval_of(equation.outvars[0])
+    if settings.is_backward:
+        params = {"product": product_of(equation, low, FLOAT32)}
+        return [equation.replace(primitive=low_product_p, params=params)]
+    product = product_of(equation, low, low, OF_VALUES if is_float8 else None)
+    result = core.Var(out.update(dtype=low, weak_type=False))
+    params = {"new_dtype": FLOAT32, "weak_type": out.weak_type, "sharding": None}
+    return [
+        equation.replace(
+            primitive=low_product_p, outvars=[result], params={"product": product}
+        ),
+        equation.replace(
+            primitive=primitives.convert_element_type_p, invars=[result], params=params
+        ),
+    ]
+
+
+def _with_low_products(
+    primitive: core.Primitive, name: str, param: Any, settings: Settings
+) -> Any:
+    """A parameter of an equation, with low products in the programs that it holds."""
+    if name in TRACED_RULES or name == BACKWARD_RULE:
+        # It calls products of cotangents, which float8 would round as values.
+        settings = settings._replace(has_float8=False)
+        change = _low_traced_rule if name in TRACED_RULES else _low_backward_rule
+        return with_changed_result(param, functools.partial(change, settings))
+    leaves, structure = jax.tree.flatten(param)  # A tuple of branches, for example.
+
+    def low(leaf: Any) -> Any:
+        is_program = isinstance(leaf, core.Jaxpr | core.ClosedJaxpr)
+        is_loop = primitive is primitives.scan_p
+        return rewrite(leaf, settings, is_loop=is_loop) if is_program else leaf
+
+    low_leaves = list(map(low, leaves))
+    return (
+        param
+        if _are_same(leaves, low_leaves)
+        else jax.tree.unflatten(structure, low_leaves)
+    )
+
+
+def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
+    """A function of JAX that traces a derivative rule and returns its program first."""
+
+    def low_rule(*args: Any) -> Any:
+        with traced_for.set(settings.dtype):
+            program, *others = rule(*args)
+        return rewrite(program, settings), *others
+
+    return low_rule
+
+
+def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
+    """The backward rule of a `jax.custom_vjp`, which is traced when it is called."""
+    settings = settings._replace(is_backward=True)
+    return lambda *args: trace(rule, settings, *args).evaluate(settings)
+
+
+class Found(NamedTuple):
+    """A product in a program.
+
+    Attributes:
+      equation: The product.
+      scope: The names of the scopes around it.
+      reason: Why it stays as it is written, or None if it runs low.
+      calls: The equations that hold it, from the outermost inwards.
+    """
+
+    equation: core.JaxprEqn
+    scope: tuple[str, ...]
+    reason: str | None
+    calls: tuple[core.JaxprEqn, ...]
+
+
+def products_of(
+    jaxpr: core.Jaxpr,
+    settings: Settings,
+    scope: tuple[str, ...] = (),
+    reason: str | None = None,
+    calls: tuple[core.JaxprEqn, ...] = (),
+) -> Iterator[Found]:
+    """Yields the products of a program that `rewrite` finds.
+
+    Args:
+      jaxpr: The program.
+      settings: How it is rewritten.
+      scope: The names of the scopes around the program.
+      reason: Why all its products stay as they are written, or None.
+      calls: The equations that hold the program, from the outermost inwards.
+    """
+    for equation in jaxpr.eqns:
+        inner_scope = (*scope, *scope_of(equation))
+        inner_reason = reason or reason_for_all_inside(equation, settings)
+        if equation.primitive in PRODUCTS:
+            inner_reason = inner_reason or reason_to_keep(
+                equation, jaxpr, settings.dtype
+            )
+            yield Found(equation, inner_scope, inner_reason, calls)
+        inside = settings.inside(equation), inner_scope, inner_reason
+        for program in programs_of(equation):
+            yield from products_of(program, *inside, (*calls, equation))
+
+
+def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | None:
+    """Why an equation and all programs in it stay as they are written, or None."""
+    if equation.primitive.name in KERNELS:
+        return "in a kernel"
+    if settings.is_high(equation):
+        return "`high`"
+    return reason_of_marker(equation)
+
+
+def reason_to_keep(equation: core.JaxprEqn, jaxpr: core.Jaxpr, low: Any) -> str | None:
+    """Why a product in a program stays as it is written, or None if it runs low.
+
+    One factor may be low already: JAX would cast it up, and multiply in float32.
+    """
+    factors = {aval_of(atom).dtype for atom in equation.invars[:2]}
+    result = aval_of(equation.outvars[0]).dtype
+    others = [*factors - {FLOAT32, low}, *{result} - {FLOAT32}]
+    if others or FLOAT32 not in factors:
+        return f"written in {(others or [low])[0]}"
+    precision = equation.params["precision"]
+    for one in precision if isinstance(precision, tuple) else (precision,):
+        if one not in _DEFAULT_PRECISIONS:
+            return f"precision={getattr(one, 'name', one)}"
+    sizes = _contracted_sizes(equation)
+    if all(size == 1 for size in sizes) or any(size == 0 for size in sizes):
+        return "sums of at most one term"
+    return "moves entries only" if _is_move(equation, jaxpr) else None
+
+
+def _contracted_sizes(equation: core.JaxprEqn) -> list[Any]:
+    """The sizes of the axes that a product sums over."""
+    x, y = (aval_of(atom).shape for atom in equation.invars[:2])
+    if equation.primitive is primitives.conv_general_dilated_p:
+        return [y[axis] for axis in equation.params["dimension_numbers"].rhs_spec[1:]]
+    if equation.primitive is primitives.dot_general_p:
+        numbers = equation.params["dimension_numbers"]
+    else:
+        numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return [x[axis] for axis in numbers[0][0]]
+
+
+def _is_move(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
+    """Whether a convolution has a kernel of zeros and single ones, made from nothing.
+
+    Each result then is an entry of the operand, as in `conv_general_dilated_patches`.
+    """
+    if equation.primitive is not primitives.conv_general_dilated_p:
+        return False
+    kernel = _constant(equation.invars[1], jaxpr)
+    if kernel is None:
+        return False
+    channels = np.moveaxis(kernel, equation.params["dimension_numbers"].rhs_spec[0], 0)
+    is_single = np.count_nonzero(channels.reshape(len(channels), -1), axis=1) <= 1
+    return bool(np.all(is_single) and np.all((kernel == 0) | (kernel == 1)))
+
+
+def _constant(atom: Any, jaxpr: core.Jaxpr) -> np.ndarray | None:
+    """The value of a variable that depends on no input of a program, or None."""
+    needed, equations = {atom}, []
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            equations.append(equation)
+            needed.difference_update(equation.outvars)
+            needed.update(x for x in equation.invars if isinstance(x, core.Var))
+    if needed or any(equation.effects for equation in equations):
+        return None
+    sizes = [n for e in equations for x in e.outvars for n in aval_of(x).shape]
+    if not all(isinstance(size, int) for size in sizes):  # Symbols of `jax.export`.
+        return None
+    # In a thread of its own, because JAX keeps the mesh of a `jax.shard_map` by thread.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_value, atom, equations[::-1]).result()
+
+
+def _value(atom: Any, equations: Sequence[core.JaxprEqn]) -> np.ndarray:
+    """The value of a variable that some equations without inputs compute."""
+    values: dict[Any, Any] = {}
+    for equation in equations:
+        inputs = [
+            x.val if isinstance(x, core.Literal) else values[x] for x in equation.invars
+        ]
+        # `pvary` returns its operands, and runs in a `jax.shard_map` only.
+        if equation.primitive is not pvary_p:
+            inputs = list(bind(equation.primitive, inputs, equation.params))
+        values.update(zip(equation.outvars, inputs, strict=True))
+    return np.asarray(values[atom])

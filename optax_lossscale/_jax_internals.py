@@ -1,0 +1,133 @@
+"""What the package needs of JAX and Flax that they do not promise to keep.
+
+Each name stands here with the reason, and `tests/autocast/test_jax_internals.py` says
+what to do when it is gone.
+"""
+
+import contextlib
+import contextvars
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src.ad_checkpoint import remat_p as remat_p
+from jax._src.core import pvary_p as pvary_p
+from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
+from jax._src.lax.lax import split_p as split_p
+from jax.experimental import checkify
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core, linear_util
+from jax.extend.core import primitives
+from jax.extend.core.primitives import dot_general_p
+
+# `jax.extend.core.primitives` has no `ragged_dot_general_p`, `pvary_p` and `split_p`,
+# and in JAX 0.7 no `remat_p`. Elementwise operations that only JAX 0.12 and later have:
+NEWER_ELEMENTWISE = [
+    getattr(primitives, name)
+    for name in ("log2_p", "one_minus_square_p", "polynomial_p")
+    if hasattr(primitives, name)
+]
+
+# These hold programs that the compilers of Pallas read, which know no primitives but
+# JAX's; importing Pallas for its primitives would take long.
+KERNELS = ("pallas_call", "core_map", "mpmd_map")
+
+# `custom_jvp_call` and `custom_vjp_call` hold functions that trace their rules. The
+# first two return a jaxpr and more; the last is the backward rule itself.
+TRACED_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+BACKWARD_RULE = "bwd"
+
+
+def with_changed_result(
+    rule: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Any:
+    """A rule that computes what `change(rule)` does, of the same internal class."""
+    changed = functools.wraps(rule.call_wrapped)(change(rule.call_wrapped))
+    return linear_util.wrap_init(changed, debug_info=rule.debug_info)
+
+
+def register_nan_check(primitive: core.Primitive) -> None:
+    """Has `checkify` look for NaN in the results of a primitive, as in a product's.
+
+    Its table of primitives is not public. Without it, the error names a later line.
+    """
+    checks = checkify.checkify.__globals__.get("error_checks", {})
+    check = checks.get(dot_general_p)
+    if isinstance(check, functools.partial):
+        checks[primitive] = functools.partial(check.func, primitive)
+
+
+def is_scope(element: Any) -> bool:
+    """Whether an element of a name stack is a scope, not a transformation.
+
+    The classes of elements are not public.
+    """
+    return type(element).__name__ == "Scope"
+
+
+def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
+    """The functions that an equation was traced in, from the innermost outwards.
+
+    Beside each stands the place in it from which the next one was called. JAX has no
+    public way from an equation to its lines.
+    """
+    traceback: Any = equation.source_info.traceback
+    return list(zip(*traceback.raw_frames(), strict=True)) if traceback else []
+
+
+def line_of(equation: core.JaxprEqn, code: types.CodeType, place: int) -> int:
+    """The line of a place in the code of a function."""
+    traceback: Any = equation.source_info.traceback
+    line: int = traceback.code_addr2location(code, place)[0]
+    return line
+
+
+def linen_modules_around() -> Sequence[Any]:
+    """The innermost `flax.linen` module whose method is running, in a list.
+
+    Linen has no public name for it.
+    """
+    linen = sys.modules.get("flax.linen")
+    modules: Sequence[Any]
+    modules = () if linen is None else linen.module._context.module_stack[-1:]
+    return modules
+
+
+class UserContext:
+    """A value that is part of the keys under which JAX keeps what it has traced.
+
+    So a function is traced again under another value. JAX 0.7 has no
+    `jax.make_user_context`; there the value is kept beside metadata of XLA.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"optax_lossscale_{name}"
+        if hasattr(jax, "make_user_context"):
+            self._context = jax.make_user_context(None)
+        else:
+            self._context = contextvars.ContextVar(self._name, default=None)
+
+    @property
+    def value(self) -> Any:
+        """The value; None outside of every `with` block."""
+        if isinstance(self._context, contextvars.ContextVar):
+            return self._context.get()
+        return self._context.value
+
+    @contextlib.contextmanager
+    def set(self, value: Any) -> Iterator[None]:
+        """Sets the value inside the `with` block."""
+        if not isinstance(self._context, contextvars.ContextVar):
+            with self._context(value):
+                yield
+            return
+        token = self._context.set(value)
+        try:
+            key = None if value is None else str(value)
+            with set_xla_metadata(**{self._name: key}):
+                yield
+        finally:
+            self._context.reset(token)

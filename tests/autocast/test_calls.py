@@ -1,0 +1,217 @@
+"""Settings, arguments and results; `autocast` as a decorator."""
+
+import functools
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import optax_lossscale as ols
+from helpers.under_autocast import W, X, assert_close, dot_loss, dtypes_of
+
+FLOAT8 = {"dtype": jnp.float8_e4m3fn}
+
+# --- Settings ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: ols.autocast(dot_loss, **s), lambda s: ols.autocast(**s)]
+)
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"level": "O4"}, ValueError, r"`level` must be one of O0, O1, O2, O3"),
+        ({"dtype": "O2"}, TypeError, r"Did you mean `level='O2'`\?"),
+        ({"high": "Net/"}, TypeError, r"Did you mean `high=\['Net/'\]`\?"),
+        (
+            {"dtype": jnp.float8_e4m3fn, "level": "O2"},
+            ValueError,
+            "`level` must be O0 or O1 with float8, got 'O2'",
+        ),
+        ({"level": "02"}, ValueError, r"Did you mean 'O2'\?"),
+        ({"level": "o1"}, ValueError, r"Did you mean 'O1'\?"),
+        ({"dtype": None}, TypeError, "`dtype` must be a floating dtype"),
+        ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
+        ({"dtype": jnp.complex64}, TypeError, "`dtype` must be a floating dtype"),
+        ({"dtype": jnp.float32}, ValueError, "must be narrower than float32"),
+        ({"dtype": "float64"}, ValueError, "must be narrower than float32"),
+        ({"dtype": jnp.float8_e5m2}, ValueError, "must be float8_e4m3fn, float16"),
+        ({"dtype": jnp.float8_e4m3fnuz}, ValueError, "must be float8_e4m3fn, float16"),
+        ({"otherwise": jnp.bfloat16}, ValueError, "`otherwise` goes with float8 only"),
+        ({**FLOAT8, "otherwise": jnp.float32}, ValueError, "must be bfloat16 or"),
+        ({**FLOAT8, "otherwise": jnp.int8}, TypeError, "`otherwise` must be a float"),
+        ({"high": "Net/"}, TypeError, "must be a sequence of scopes, got 'Net/'"),
+        ({"high": None}, TypeError, "`high` must be a sequence of scopes, got None"),
+        ({"high": [3]}, ValueError, "must hold scopes such as 'Net/Dense_0/', got 3"),
+        ({"high": ["/"]}, ValueError, "must hold scopes such as .*, got '/'"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_first_call(make, settings, error, text):
+    with pytest.raises(error, match=text):
+        make(settings)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(jnp.bfloat16, ml_dtypes.bfloat16, "bfloat16", jnp.dtype("bfloat16")),
+        *(jnp.float16, np.float16, "float16", np.dtype("float16")),
+    ],
+)
+def test_a_dtype_in_the_place_of_the_function_is_refused_with_the_fix(dtype):
+    name = jnp.dtype(dtype).name
+    with pytest.raises(TypeError, match=rf"`autocast\(dtype=jnp\.{name}\)`\?"):
+        ols.autocast(dtype)
+
+
+def test_a_level_in_the_place_of_the_function_is_refused_with_the_fix():
+    with pytest.raises(TypeError, match=r"`autocast\(level='O2'\)`\?"):
+        ols.autocast("O2")
+
+
+@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear, eqx.nn.Linear, float])
+def test_a_class_is_refused_with_the_fix(kind):
+    for cast in (ols.autocast, ols.autocast(level="O2")):
+        with pytest.raises(TypeError, match="Decorate a method of the class"):
+            cast(kind)
+
+
+def test_what_is_not_a_function_is_refused():
+    with pytest.raises(TypeError, match="`fun` must be a function"):
+        ols.autocast(X)
+
+
+# --- Decorators -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("decorate", "dtype"),
+    [
+        (ols.autocast, "float16"),
+        (ols.autocast(), "float16"),
+        (ols.autocast(dtype=jnp.bfloat16), "bfloat16"),
+        (ols.autocast(None, jnp.bfloat16), "bfloat16"),
+        (ols.autocast(level="O0"), "float32"),
+        (ols.autocast(high=["layer"]), "float32"),
+    ],
+)
+def test_the_settings_of_a_decorator_hold(decorate, dtype):
+    @decorate
+    def product(w, x):
+        with jax.named_scope("layer"):
+            return x @ w
+
+    assert dtypes_of(product, W, X) == [dtype]
+    assert_close(product(W, X), X @ W, 3e-2)
+
+
+def test_name_docstring_and_signature_of_a_decorated_function_are_kept():
+    @ols.autocast(level="O2")
+    def layer(w: jax.Array, *, scale: float = 1.0) -> jax.Array:
+        """Scales."""
+        return w * scale
+
+    assert (layer.__name__, layer.__doc__) == ("layer", "Scales.")
+    signature = inspect.signature(layer)
+    assert list(signature.parameters) == ["w", "scale"]
+    assert signature.parameters["scale"].default == 1.0
+    assert signature.return_annotation is jax.Array
+
+
+@pytest.mark.parametrize("mark", [ols.autocast, ols.autocast(), ols.low_precision])
+def test_static_and_class_methods_stay_what_they_are(mark):
+    class Layers:
+        @mark
+        @staticmethod
+        def static(x):
+            return x @ W
+
+        @mark
+        @classmethod
+        def of_class(cls, x):
+            assert cls is Layers
+            return x @ W
+
+    for owner in (Layers, Layers()):
+        assert_close((owner.static(X), owner.of_class(X)), (X @ W, X @ W))
+
+
+def test_methods_objects_and_partial_functions_can_be_wrapped():
+    class Product:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return x @ self.w
+
+        @ols.autocast
+        def decorated(self, x):
+            return x @ self.w
+
+    product = Product(W)
+    for fun in (functools.partial(jnp.matmul, b=W), product, product.__call__):
+        assert_close(ols.autocast(fun)(X), X @ W)
+        assert dtypes_of(ols.autocast(fun), X) == ["float16"]
+    assert dtypes_of(product.decorated, X) == ["float16"]
+
+
+# --- Arguments and results --------------------------------------------------------
+
+
+def test_results_keep_their_dtypes_and_can_be_of_any_type():
+    def fun(w, x, name):
+        half = (x @ w).astype(jnp.float16)
+        return {"y": x @ w, "half": half, "name": name, "none": None, "n": 3, "w": w}
+
+    result = ols.autocast(fun)(W, X, name="layer")
+    assert (result["name"], result["none"], result["n"]) == ("layer", None, 3)
+    assert (result["y"].dtype, result["half"].dtype) == (jnp.float32, jnp.float16)
+    np.testing.assert_array_equal(result["w"], W)
+    assert ols.autocast(lambda x: None)(X) is None
+    assert ols.autocast(lambda: ())() == ()
+
+
+def test_arguments_that_are_not_arrays_are_static():
+    def fun(w, x, rows, *, power, act):
+        return jnp.sum(act(x @ w).reshape(rows, -1) ** power)
+
+    settings = {"rows": np.int64(2), "power": 2, "act": jnp.tanh}
+    assert_close(ols.autocast(fun)(W, X, **settings), fun(W, X, **settings))
+
+
+def test_an_integer_array_can_be_the_bound_of_a_loop_that_is_differentiated():
+    def fun(w, n):
+        return jnp.sum(lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), X))
+
+    for bound in (jnp.int32(3), np.array(3)):
+        grads = jax.grad(ols.autocast(fun))(W, bound)
+        assert_close(grads, jax.grad(fun)(W, 3))
+
+
+def test_a_bool_array_can_choose_in_python_outside_of_jit():
+    fun = ols.autocast(lambda x, flag: x @ W if flag else x)
+    assert_close(fun(X, jnp.array(False)), X)
+    assert_close(fun(X, jnp.array(True)), X @ W)
+
+
+NOT_OF_JAX = [
+    np.array(["a", "b"]),
+    np.array([object(), None]),
+    np.array(["2024-01-01"], "datetime64[D]"),
+    np.zeros(2, [("x", "f4"), ("y", "i4")]),
+    np.zeros(2, jax.dtypes.float0),
+]
+
+
+@pytest.mark.parametrize("array", NOT_OF_JAX, ids=lambda array: str(array.dtype))
+def test_arrays_that_jax_does_not_know_pass_through_as_they_are(array):
+    cast = ols.autocast(lambda x, array: (x @ W, array))
+    assert cast(X, array)[1] is array
+    assert cast(X, array=array)[1] is array

@@ -1,0 +1,278 @@
+"""Devices add up gradients of parameters in float32, however these are spread."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from helpers.compat import set_mesh
+from helpers.compiled import collectives_of
+from helpers.programs import equations_of
+from helpers.under_autocast import assert_close, dot_loss, dtypes_of, integers
+
+DEVICES = 4
+# Each device has a prime number of rows, and other sizes are powers of two, so that the
+# sizes of activations, and no others, are multiples of it.
+ROWS = 13
+W, X = integers(8, 4), integers(DEVICES * ROWS, 8)
+
+
+def normal(seed, *shape):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)
+
+
+def as_is(fun):
+    return fun
+
+
+def dense():
+    def loss(params, x):
+        x = jax.nn.gelu(x @ params["up"] + params["bias"][None])
+        return jnp.mean((x @ params["down"] - 1) ** 2)
+
+    params = {"up": normal(1, 8, 16), "bias": normal(2, 16), "down": normal(3, 16, 8)}
+    return loss, params, normal(0, DEVICES * ROWS, 8)
+
+
+def convolution():
+    def loss(params, x):
+        kinds = ("NHWC", "HWIO", "NHWC")
+        settings = {"padding": "SAME", "dimension_numbers": kinds}
+        x = lax.conv_general_dilated(x, params["full"], (2, 2), **settings)
+        settings["feature_group_count"] = 8
+        x = lax.conv_general_dilated(x, params["grouped"], (1, 1), **settings)
+        return jnp.mean((x - 1) ** 2)
+
+    params = {"full": normal(1, 2, 2, 4, 8), "grouped": normal(2, 2, 2, 1, 8)}
+    return loss, params, normal(0, DEVICES * ROWS, 8, 8, 4)
+
+
+@jax.custom_vjp
+def own_rule(w, x):
+    return x @ w
+
+
+own_rule.defvjp(
+    lambda w, x: (x @ w, (w, x)),
+    lambda saved, ct: (saved[1].T @ ct, ct @ saved[0].T),
+)
+
+
+def with_own_rule():
+    def loss(params, x):
+        return jnp.mean((own_rule(params["w"], x) - 1) ** 2)
+
+    return loss, {"w": normal(1, 8, 8)}, normal(0, DEVICES * ROWS, 8)
+
+
+MODELS = {
+    "dense": dense,
+    "convolution": convolution,
+    "with a rule of its own": with_own_rule,
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def make_mesh(axis_type):
+    devices = jax.devices()[:DEVICES]
+    return jax.make_mesh((DEVICES,), ("data",), (axis_type,), devices=devices)
+
+
+def split_first_axis(mesh, leaf):
+    """Splits the first axis that can be split."""
+    axis = next(i for i, size in enumerate(leaf.shape) if size % DEVICES == 0)
+    return NamedSharding(mesh, P(*[None] * axis, "data"))
+
+
+def compile_gradient(loss, params, batch, axis_type=AxisType.Auto, is_split=False):
+    """Compiles the gradient; the batch is split, and the parameters if asked for."""
+    mesh = make_mesh(axis_type)
+    whole = NamedSharding(mesh, P())
+    shardings = jax.tree.map(
+        lambda leaf: split_first_axis(mesh, leaf) if is_split else whole, params
+    )
+    params = jax.device_put(params, shardings)
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    with set_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss), out_shardings=shardings)
+        return gradient.lower(params, batch).compile(), params, batch
+
+
+def summed_over_devices(compiled):
+    """Dtypes of the arrays, other than activations, that devices sum."""
+    found = set()
+    for arrays, kind in collectives_of(compiled):
+        for dtype, _, dims in (array.partition("[") for array in arrays):
+            size = np.prod([int(dim) for dim in dims[:-1].split(",") if dim])
+            if kind in ("all-reduce", "reduce-scatter") and size % ROWS:
+                found.add(dtype)
+    return found
+
+
+@pytest.mark.fast_every(3)  # Compiling for several devices takes long.
+@every_model
+def test_gradients_of_replicated_parameters_are_summed_in_float32(model):
+    loss, params, batch = model()
+    compiled, *args = compile_gradient(ols.autocast(loss), params, batch)
+    assert summed_over_devices(compiled) == {"f32"}
+    assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
+
+
+@pytest.mark.fast_every(6)  # Compiling for several devices takes long.
+@every_model
+def test_gradients_of_split_parameters_are_summed_in_float32(model):
+    loss, params, batch = model()
+    compiled, *_ = compile_gradient(ols.autocast(loss), params, batch, is_split=True)
+    assert summed_over_devices(compiled) == {"f32"}
+
+
+def test_gradients_on_an_explicit_mesh_are_summed_in_float32():
+    loss, params, batch = dense()
+    cast = ols.autocast(loss)
+    compiled, *args = compile_gradient(cast, params, batch, AxisType.Explicit)
+    assert summed_over_devices(compiled) == {"f32"}
+    assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("model", [dense, convolution])
+def test_gradients_in_shard_map_are_summed_in_float32(model, is_inside):
+    loss, params, batch = model()
+    cast = ols.autocast(loss)
+
+    def mean_loss(params, batch):
+        return lax.pmean(cast(params, batch), "data")
+
+    over = {"mesh": make_mesh(AxisType.Auto), "in_specs": (P(), P("data"))}
+    if is_inside:
+        gradient = jax.shard_map(jax.grad(mean_loss), **over, out_specs=P())
+    else:
+        gradient = jax.grad(jax.shard_map(mean_loss, **over, out_specs=P()))
+    program = jax.make_jaxpr(gradient)(params, batch)
+    sums = [e for e in equations_of(program) if e.primitive.name.startswith("psum")]
+    assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
+
+
+def test_gradients_on_a_mesh_of_two_explicit_axes_are_exact():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+
+        def grad(wrap):
+            fun = wrap(lambda w, x: x @ w)
+            return jax.jit(jax.grad(lambda w: jnp.sum(fun(w, x))))(w)
+
+        actual, expected = grad(ols.autocast), grad(as_is)
+    np.testing.assert_array_equal(actual, expected)
+    assert actual.sharding == expected.sharding
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("is_over", [True, False])
+def test_gradients_in_shard_map_are_exact(is_over, check_vma):
+    def summed(wrap):
+        def loss(w, x):
+            return lax.psum(jnp.sum(x @ w), "data")
+
+        def mapped(fun):
+            return jax.shard_map(
+                fun,
+                mesh=make_mesh(AxisType.Auto),
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+
+        fun = mapped(wrap(loss)) if is_over else wrap(mapped(loss))
+        assert dtypes_of(fun, W, X) == ["float32" if wrap is as_is else "float16"]
+        return jax.jit(jax.grad(fun))(W, X)
+
+    np.testing.assert_array_equal(summed(ols.autocast), summed(as_is))
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_gradients_in_pmap_are_exact(is_over):
+    def summed(wrap):
+        def loss(w, x):
+            return lax.psum(jnp.sum(x @ w), "data")
+
+        def mapped(fun):
+            devices = jax.devices()[:DEVICES]
+            return jax.pmap(fun, "data", in_axes=(None, 0), devices=devices)
+
+        xs = X.reshape(DEVICES, ROWS, 8)
+        if is_over:
+            return mapped(jax.grad(wrap(loss)))(W, xs)
+        return jax.grad(lambda w: wrap(mapped(loss))(w, xs)[0])(W)
+
+    np.testing.assert_array_equal(summed(ols.autocast), summed(as_is))
+
+
+def test_vmap_over_an_axis_of_a_mesh_splits_the_batch():
+    mesh = make_mesh(AxisType.Auto)
+
+    def fun(w, x):
+        whole = NamedSharding(mesh, P(None))
+        return lax.with_sharding_constraint(ols.autocast(jnp.matmul)(x, w), whole)
+
+    mapped = jax.jit(jax.vmap(fun, (None, 0), spmd_axis_name="data"))
+    result = mapped(W, jnp.stack([X] * DEVICES))
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
+    assert_close(result, jnp.stack([X @ W] * DEVICES))
+
+
+def test_axes_of_an_explicit_mesh_can_be_automatic_inside():
+    mesh = make_mesh(AxisType.Explicit)
+
+    def fun(w, x):
+        inner = jax.sharding.auto_axes(dot_loss, out_sharding=P())
+        return inner(w, x)
+
+    with set_mesh(mesh):
+        x = jax.device_put(X / 60, NamedSharding(mesh, P("data")))
+        w = jax.device_put(W / 60, NamedSharding(mesh, P()))
+        cast = ols.autocast(fun)
+        assert dtypes_of(cast, w, x) == ["float16"]
+        actual, expected = (jax.jit(jax.value_and_grad(f))(w, x) for f in (cast, fun))
+    assert_close(actual, expected)
+
+
+def test_a_scan_inside_shard_map_can_be_differentiated_from_inside_and_outside():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x, ws = normal(0, 4, 3), normal(1, 2, 3, 3)
+
+    def loss(x, ws):
+        result, _ = lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)
+        return lax.pmean(jnp.sum(result), "data")
+
+    def over_devices(fun, out_specs):
+        return jax.shard_map(
+            fun, mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs
+        )
+
+    def gradients(cast):
+        outside = jax.grad(cast(over_devices(loss, P())))(x, ws)
+        inside = over_devices(jax.grad(cast(loss)), P("data"))(x, ws)
+        return outside, inside
+
+    for low, exact in zip(gradients(ols.autocast), gradients(as_is), strict=True):
+        assert_close(low, exact)
+
+
+def test_a_convolution_with_a_constant_kernel_runs_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def convolve(x):
+        return lax.conv(x, jnp.ones((2, 3, 3, 3)), (1, 1), "SAME")
+
+    x = integers(4, 3, 6, 6)
+    spread = jax.shard_map(
+        ols.autocast(convolve), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    assert_close(spread(x), convolve(x))

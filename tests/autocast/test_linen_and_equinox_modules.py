@@ -1,0 +1,139 @@
+"""Modules of Linen, bound or not, and of Equinox: wrapped, given, and decorated."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import optax_lossscale as ols
+from helpers.modules import ROWS, assert_same_state
+from helpers.under_autocast import X, assert_close, dtypes_of
+
+
+class Layers(nn.Module):
+    """A linen module with parameters, statistics and dropout."""
+
+    def layers(self, x):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            kernel_init = nn.initializers.orthogonal()  # Computed by products.
+            x = nn.Dense(4, kernel_init=kernel_init, name="dense")(x)
+            x = nn.BatchNorm(use_running_average=False, name="norm")(x)
+            self.sow("intermediates", "normalized", x)
+            return nn.Dropout(0.5, deterministic=False, name="dropout")(x)
+
+
+class Plain(Layers):
+    @nn.compact
+    def __call__(self, x):
+        return self.layers(x)
+
+
+class AroundCompact(Layers):
+    @ols.autocast(level="O1")
+    @nn.compact
+    def __call__(self, x):
+        return self.layers(x)
+
+
+class Closure(Layers):
+    @nn.compact
+    def __call__(self, x):
+        return ols.autocast(lambda x: self.layers(x))(x)
+
+
+KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+@pytest.mark.parametrize("kind", [AroundCompact, Closure])
+def test_a_linen_module_makes_the_parameters_that_it_makes_without(kind):
+    expected = Plain().init(KEYS, ROWS)
+    for level in ("O1", "O3"):
+        cast = ols.autocast(level=level)(kind.__call__)
+        variables = type("Cast", (kind,), {"__call__": cast})().init(KEYS, ROWS)
+        assert_same_state(variables, expected, rtol=1e-6)
+
+
+@pytest.mark.fast_every(4)
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", [AroundCompact, Closure])
+def test_what_a_linen_module_changes_comes_out(kind, jit):
+    variables = Plain().init(KEYS, ROWS)
+
+    def apply(model):
+        mutable = ["batch_stats", "intermediates"]
+        rngs = {"dropout": jax.random.key(2)}
+        fun = functools.partial(model.apply, mutable=mutable, rngs=rngs)
+        return jit(lambda x: fun(variables, x))(ROWS)
+
+    (result, changed), (expected, other) = apply(kind()), apply(Plain())
+    assert not np.array_equal(changed["batch_stats"]["norm"]["mean"], jnp.zeros(4))
+    assert_same_state(changed, other)
+    assert_same_state(result, expected)
+    program = jax.make_jaxpr(lambda: apply(kind()))()
+    assert "f16" in str(program)
+
+
+def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
+    norm = nn.BatchNorm(use_running_average=False)
+    variables = norm.init(KEYS, ROWS)
+    cast, plain = (norm.bind(variables, mutable=["batch_stats"]) for _ in range(2))
+    for fun in (cast, cast.__call__, lambda x: cast(x)):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            ols.autocast(fun)(ROWS)
+            plain(ROWS)
+        assert_same_state(cast.variables, plain.variables)
+
+
+def test_an_error_inside_leaves_no_tracer_in_a_bound_linen_module():
+    norm = nn.BatchNorm(use_running_average=False)
+    variables = norm.init(KEYS, ROWS)
+    bound = norm.bind(variables, mutable=["batch_stats"])
+
+    def fails(model, x):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            model(x)
+        raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        ols.autocast(fails)(bound, ROWS)
+    assert_same_state(bound.variables, variables)
+
+
+def test_methods_of_an_equinox_module_can_be_decorated_or_wrapped():
+    class Layer(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def plain(self, x):
+            return jax.vmap(self.linear)(x)
+
+        @ols.autocast(level="O1")
+        def __call__(self, x):
+            return self.plain(x)
+
+    layer = Layer(eqx.nn.Linear(4, 4, key=jax.random.key(0)))
+
+    expected = layer.plain(X)
+    assert_close((layer(X), ols.autocast(layer.plain)(X)), (expected, expected))
+    # Parameters of the bound module are arguments, so they have gradients.
+    grads = eqx.filter_grad(lambda layer: jnp.sum(ols.autocast(layer.plain)(X)))(layer)
+    assert_close(grads.linear.weight, jnp.ones((4, 3)) @ X)
+
+
+def test_an_equinox_module_can_be_differentiated():
+    model = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0))
+
+    def loss_fn(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    grads = eqx.filter_grad(loss_fn)(model, X)
+    cast_grads = eqx.filter_jit(eqx.filter_grad(ols.autocast(loss_fn)))(model, X)
+    assert_close(jax.tree.leaves(cast_grads), jax.tree.leaves(grads), 2e-2)
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    found = dtypes_of(
+        lambda arrays: ols.autocast(loss_fn)(eqx.combine(arrays, rest), X), arrays
+    )
+    assert found == ["float16"] * 3

@@ -1,0 +1,233 @@
+"""What loops and checkpoints save for the backward pass, and what runs again."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import optax_lossscale as ols
+from helpers.programs import equations_of
+from helpers.under_autocast import W, X, assert_close, products_of
+
+STEPS = 5
+WS = jnp.stack([W] * STEPS)
+
+
+def activation(y):
+    """Several elementwise operations; JAX saves something for each of them."""
+    return jnp.exp(jnp.sin(jnp.tanh(y)))
+
+
+def layers(ws, x, wrap=lambda body: body):
+    def body(h, w):
+        return h + activation(h @ w), None
+
+    return jnp.mean(lax.scan(wrap(body), x, ws)[0] ** 2)
+
+
+def recurrent(w, xs):
+    def body(h, x):
+        return activation(x @ w + h @ w), jnp.sum(h)
+
+    h, sums = lax.scan(body, jnp.zeros_like(xs[0]), xs)
+    return jnp.sum(h) + jnp.sum(sums)
+
+
+def saved(fun, *args):
+    """How many arrays of each dtype and shape are kept for the backward pass."""
+    leaves = jax.tree.leaves(jax.vjp(fun, *args)[1])
+    return collections.Counter((str(x.dtype), x.shape) for x in leaves)
+
+
+def stacked(counts):
+    """Those that a loop stacks for its steps, by dtype."""
+    return {dtype: counts[dtype, (STEPS, *X.shape)] for dtype in ("float16", "float32")}
+
+
+def count(fun, *args):
+    """How often each operation occurs in a traced function."""
+    program = jax.make_jaxpr(fun)(*args)
+    return collections.Counter(e.primitive.name for e in equations_of(program))
+
+
+# --- Loops ------------------------------------------------------------------------
+
+
+def test_a_scan_over_layers_saves_its_products_and_its_carry():
+    found = stacked(saved(ols.autocast(layers), WS, X))
+    assert found == {"float16": 1, "float32": 1}
+
+
+def test_a_scan_over_time_saves_its_products_and_its_carry():
+    xs = jnp.stack([X] * STEPS)
+    found = stacked(saved(ols.autocast(recurrent), W, xs))
+    # `xs` is an argument, which is not saved again.
+    assert found == {"float16": 2, "float32": 2}
+
+
+def test_without_recompute_a_loop_saves_what_jax_saves():
+    found = stacked(saved(ols.autocast(layers, recompute=False), WS, X))
+    in_float32 = stacked(saved(layers, WS, X))
+    # Only the factor of the product is saved as a low copy.
+    assert found == {"float16": 1, "float32": in_float32["float32"] - 1}
+    assert in_float32["float32"] > 3
+
+
+def test_a_fori_loop_saves_its_products_and_its_carry():
+    def loss(ws, x):
+        return lax.fori_loop(0, STEPS, lambda i, x: x + activation(x @ ws[i]), x).sum()
+
+    assert stacked(saved(ols.autocast(loss), WS, X)) == {"float16": 1, "float32": 1}
+
+
+def test_a_loop_needs_less_memory_than_float32():
+    ws, x = jnp.ones((8, 64, 64)), jnp.ones((512, 64))
+
+    def temporaries(fun):
+        compiled = jax.jit(jax.grad(fun)).lower(ws, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # The carry in float32 and the product in float16, of five arrays in float32.
+    assert temporaries(ols.autocast(layers)) < 0.5 * temporaries(layers)
+
+
+def sorts(y):
+    return jnp.sort(y, axis=-1)
+
+
+def decomposes(y):
+    return jnp.linalg.eigh(y.T @ y)[0][None] + y
+
+
+def normalizes(y):
+    return y - jnp.mean(y, axis=-1, keepdims=True)
+
+
+DEAR = {
+    "sort": sorts,
+    "eigh": decomposes,
+    "reduce_sum": normalizes,
+}
+
+
+@pytest.mark.parametrize("name", DEAR)
+def test_what_takes_long_to_compute_is_saved_and_not_computed_again(name):
+    def loss(ws, x):
+        def body(h, w):
+            return jnp.exp(DEAR[name](h @ w)), None
+
+        return lax.scan(body, x, ws)[0].sum()
+
+    plain = count(jax.grad(loss), WS, X)
+    low = count(jax.grad(ols.autocast(loss)), WS, X)
+    assert low[name] == plain[name] > 0
+    assert low["exp"] == plain["exp"] + 1  # This one is cheap.
+
+
+def test_a_loop_with_complex_numbers_saves_what_jax_saves():
+    """JAX cannot round those that a checkpoint saves."""
+
+    def loss(ws, x):
+        def body(h, w):
+            return jnp.abs(jnp.fft.fft(h @ w)), None
+
+        return lax.scan(body, x, ws)[0].sum()
+
+    cast, as_jax = ols.autocast(loss), ols.autocast(loss, recompute=False)
+    assert saved(cast, WS, X) == saved(as_jax, WS, X)
+    assert_close(jax.grad(cast)(WS / 9, X), jax.grad(loss)(WS / 9, X))
+
+
+def test_a_body_without_low_products_is_left_alone():
+    def loss(ws, x):
+        return lax.scan(lambda h, w: (activation(h * w[:3]), None), x, ws)[0].sum()
+
+    assert saved(ols.autocast(loss), WS, X) == saved(loss, WS, X)
+    exact = ols.full_precision(layers)
+    assert saved(ols.autocast(exact), WS, X) == saved(exact, WS, X)
+
+
+def test_a_print_in_a_loop_prints_once_a_step(capsys):
+    def with_print(body):
+        def printing(h, w):
+            jax.debug.print("step {}", h[0, 0])
+            return body(h, w)
+
+        return printing
+
+    loss = functools.partial(layers, wrap=with_print)
+    jax.jit(jax.value_and_grad(ols.autocast(loss)))(WS, X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("step") == STEPS
+
+
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.everything_saveable, ols.save_products]
+)
+def test_a_checkpoint_in_a_loop_says_itself_what_is_saved(policy):
+    checkpoint = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    loss = functools.partial(layers, wrap=checkpoint)
+    found = stacked(saved(ols.autocast(loss), WS, X))
+    as_written = stacked(saved(ols.autocast(loss, recompute=False), WS, X))
+    assert found == as_written
+    if policy is None:
+        assert found == {"float16": 0, "float32": 1}
+    if policy is ols.save_products:
+        assert found == {"float16": 1, "float32": 1}
+
+
+# --- Checkpoints ------------------------------------------------------------------
+
+POLICIES = jax.checkpoint_policies
+
+
+def two_layers(w, x):
+    y = checkpoint_name(activation(x @ w), "y")
+    return jnp.sum(activation(y @ w))
+
+
+def test_save_products_saves_low_products_alone():
+    def kept(fun):
+        # The arguments are kept in any case.
+        return saved(fun, W, X) - saved(jax.checkpoint(fun), W, X)
+
+    checkpointed = jax.checkpoint(two_layers, policy=ols.save_products)
+    for cast in (
+        ols.autocast(checkpointed),
+        jax.checkpoint(ols.autocast(two_layers), policy=ols.save_products),
+    ):
+        assert kept(cast) == {("float16", X.shape): 2}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        POLICIES.dots_saveable,
+        POLICIES.dots_with_no_batch_dims_saveable,
+        POLICIES.nothing_saveable,
+        POLICIES.everything_saveable,
+        POLICIES.save_only_these_names("y"),
+    ],
+)
+def test_policies_of_jax_see_the_products_that_are_written(policy):
+    def products(fun):
+        return len(products_of(jax.grad(fun), W, X))
+
+    expected = products(jax.checkpoint(two_layers, policy=policy))
+    inside = ols.autocast(jax.checkpoint(two_layers, policy=policy))
+    outside = jax.checkpoint(ols.autocast(two_layers), policy=policy)
+    assert products(inside) == products(outside) == expected
+
+
+def test_a_policy_can_send_products_to_the_host():
+    policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    fun = jax.checkpoint(
+        ols.autocast(lambda w, x: jnp.sum(activation(x @ w))), policy=policy
+    )
+    assert count(jax.grad(fun), W, X)["device_put"] == 2  # To the host and back.
+    plain = jax.grad(lambda w, x: jnp.sum(activation(x @ w)))(W, X)
+    assert_close(jax.jit(jax.grad(fun))(W, X), plain)

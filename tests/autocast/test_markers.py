@@ -1,0 +1,290 @@
+"""`full_precision` and `low_precision`: what is marked runs as it is written.
+
+`low_precision` also casts the inputs of a function, before it is traced.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import export, lax
+from jax.experimental import pallas as pl
+
+import optax_lossscale as ols
+from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.under_autocast import W, X, assert_close, dtypes_of, own_layer
+
+# --- full_precision ---------------------------------------------------------------
+
+
+def product(x):
+    return x @ W
+
+
+@jax.custom_jvp
+def own_product(x):
+    return x @ W
+
+
+own_product.defjvp(lambda primals, tangents: (primals[0] @ W, tangents[0] @ W))
+
+PRODUCTS_INSIDE = {
+    "jit": jax.jit(product),
+    "checkpoint": jax.checkpoint(product),
+    "scan": lambda x: lax.scan(lambda c, _: (c @ W, None), x, length=2)[0],
+    "while": lambda x: lax.while_loop(lambda x: x[0, 0] > 9, product, x),
+    "cond": lambda x: lax.cond(x[0, 0] > 9, product, lambda x: 2 * (x @ W), x),
+    "custom_jvp": own_product,
+    "custom_vjp": functools.partial(own_layer, W),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS_INSIDE)
+def test_products_in_a_function_in_full_precision_stay_in_float32(name):
+    fun = ols.full_precision(PRODUCTS_INSIDE[name])
+    cast = ols.autocast(fun)
+    assert set(dtypes_of(cast, X)) == {"float32"}
+    inside = ols.autocast(lambda x: jax.jit(jax.checkpoint(fun))(x) @ W)
+    assert dtypes_of(inside, X)[-1] == "float16"
+    assert set(dtypes_of(inside, X)[:-1]) == {"float32"}
+    if name != "while":  # It has no reverse mode.
+        grad = jax.grad(lambda x: jnp.sum(fun(x)))
+        assert set(dtypes_of(ols.autocast(grad), X)) == {"float32"}
+        assert set(dtypes_of(jax.grad(lambda x: jnp.sum(cast(x))), X)) == {"float32"}
+
+
+def test_one_jitted_function_is_low_outside_of_a_marked_one_and_not_inside():
+    shared = jax.jit(product)
+
+    def fun(x):
+        return shared(x) + ols.full_precision(shared)(x) + shared(x)
+
+    for _ in range(2):
+        assert dtypes_of(ols.autocast(fun), X) == ["float16", "float32", "float16"]
+        assert dtypes_of(fun, X) == ["float32"] * 3
+
+
+@pytest.mark.parametrize("name", ["full_precision_head", "full_precision"])
+def test_a_name_that_merely_reads_like_the_mark_is_not_one(name):
+    assert dtypes_of(ols.autocast(jax.named_scope(name)(product)), X) == ["float16"]
+
+
+@pytest.mark.parametrize("mark", [ols.low_precision, ols.full_precision])
+def test_what_is_not_a_function_is_refused(mark):
+    for fun in (None, 3, "loss"):
+        with pytest.raises(TypeError, match=f"`fun` must be a function, got {fun!r}"):
+            mark(fun)
+
+
+# --- low_precision: what is an input ----------------------------------------------
+
+
+def kernel(x):
+    """Doubles what is not float32, as a fused kernel that refuses float32 would."""
+    if x.dtype == jnp.float32:
+        raise TypeError("this kernel takes no float32")
+    return x + x
+
+
+def double(x):
+    """What the kernel does, for any dtype."""
+    return x + x
+
+
+low_kernel = ols.low_precision(kernel)
+
+
+def dtypes_inside(*args, level="O1", dtype=jnp.float16, **kwargs):
+    """What a marked function gets of these arguments, and the dtypes of its arrays."""
+    seen = []
+    mark = ols.low_precision(lambda *args, **kwargs: seen.append((args, kwargs)))
+    ols.autocast(lambda: mark(*args, **kwargs), dtype, level=level)()
+    return jax.tree.map(lambda x: getattr(x, "dtype", x), seen[-1])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_float32_inputs_are_cast_to_the_low_dtype_before_tracing(level, dtype):
+    assert dtypes_inside(X, level=level, dtype=dtype) == ((dtype,), {})
+    cast = ols.autocast(lambda x: low_kernel(x), dtype, level=level)
+    assert_close(cast(X), 2 * X)
+
+
+def test_at_o0_and_outside_of_autocast_nothing_happens():
+    assert dtypes_inside(X, level="O0") == ((jnp.float32,), {})
+    marked = ols.low_precision(double)
+    assert str(jax.make_jaxpr(marked)(X)) == str(jax.make_jaxpr(double)(X))
+    for fun in (low_kernel, jax.jit(low_kernel)):
+        with pytest.raises(TypeError, match="takes no float32"):
+            fun(X)
+
+
+def test_what_is_not_float32_passes_through():
+    half, number = X.astype(jnp.bfloat16), 0.5
+    settings, name = {"axis": 1, "names": {"a"}}, "same"
+    args, _ = dtypes_inside(half, jnp.arange(3), X > 0, None, number, name, settings)
+    assert args == (jnp.bfloat16, jnp.int32, jnp.bool_, None, number, name, settings)
+    key = jax.random.key(0)
+    assert dtypes_inside(key)[0] == (key.dtype,)
+    with enable_x64(True):
+        assert dtypes_inside(jnp.float64(1))[0] == (jnp.float64,)
+
+
+# --- low_precision: what is a result ----------------------------------------------
+
+
+def test_results_in_the_low_dtype_are_cast_back_and_others_keep_theirs():
+    def fun(x):
+        return x, jnp.sum(x.astype(jnp.float32)), jnp.argmax(x), x > 0
+
+    results = ols.autocast(lambda x: ols.low_precision(fun)(x))(X)
+    dtypes = [result.dtype for result in results]
+    assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.bool_]
+
+
+def test_the_gradient_of_a_float32_argument_is_float32_and_right():
+    def loss(w, x, f):
+        return jnp.mean(f(jnp.tanh(f(w) @ x.T)) ** 2)
+
+    exact = jax.grad(loss)(W, X, double)
+    marked = functools.partial(loss, f=low_kernel)
+    assert_close(jax.grad(ols.autocast(marked))(W, X), exact)
+    assert_close(ols.autocast(jax.grad(marked))(W, X), exact)
+
+
+# --- low_precision: what JAX has traced before ------------------------------------
+
+
+def in_scan(fun):
+    def body(carry, _):  # JAX remembers a loop by its body.
+        return fun(carry), None
+
+    return lambda x: lax.scan(body, x, length=1)[0]
+
+
+REMEMBERED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": in_scan,
+    "cond": lambda f: lambda x: lax.cond(True, f, f, x),
+    "nnx.jit": nnx.jit,
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_a_trace_made_outside_autocast_is_not_used_inside_nor_the_reverse(
+    name, is_first
+):
+    seen = []
+
+    @ols.low_precision
+    def fun(x):
+        seen.append(x.dtype)
+        return x * 2.0
+
+    wrapped = REMEMBERED[name](fun)
+    calls = {
+        jnp.float32: wrapped,
+        jnp.float16: ols.autocast(lambda x: wrapped(x)),
+        jnp.bfloat16: ols.autocast(lambda x: wrapped(x), jnp.bfloat16),
+    }
+    for dtype in list(calls)[:: 1 if is_first else -1]:
+        seen.clear()
+        assert_close(calls[dtype](X), 2 * X)
+        assert set(seen) == {jnp.dtype(dtype)}
+
+
+# --- low_precision: transformations and other markers -----------------------------
+
+
+def with_rule(fun):
+    own = jax.custom_vjp(fun)
+    own.defvjp(lambda x: (fun(x), None), lambda _, ct: (fun(ct),))
+    return own
+
+
+WAYS = {
+    "custom_vjp": lambda mark, fun: with_rule(mark(fun)),
+    "custom_vjp inside": lambda mark, fun: mark(with_rule(fun)),
+    "scan inside": lambda mark, fun: mark(lambda x: lax.map(fun, x)),
+    "vmap": lambda mark, fun: jax.vmap(mark(fun)),
+    "grad": lambda mark, fun: jax.grad(lambda x: jnp.sum(mark(fun)(x) ** 2)),
+}
+
+
+@pytest.mark.fast_every(2)  # Compiling gradients takes long.
+@pytest.mark.parametrize("name", WAYS)
+def test_a_marked_function_works_under_and_over_transformations(name):
+    def loss(x, mark, fun):
+        return jnp.mean((WAYS[name](mark, fun)(jnp.tanh(x)) @ W) ** 2)
+
+    low = functools.partial(loss, mark=ols.low_precision, fun=kernel)
+    exact = functools.partial(loss, mark=lambda fun: fun, fun=double)
+    expected = jax.value_and_grad(exact)(X)
+    assert_close(jax.value_and_grad(ols.autocast(low))(X), expected)
+    assert_close(ols.autocast(jax.value_and_grad(low))(X), expected)
+
+
+@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.make_user_context")
+def test_a_program_with_a_marked_function_can_be_exported():
+    fun = jax.jit(jax.grad(ols.autocast(lambda x: jnp.sum(low_kernel(x) ** 2))))
+    exported = export.export(fun, platforms=["cpu", "cuda"])(X)
+    assert_close(exported.call(X), 8 * X)
+    assert "frontend_attributes" not in exported.mlir_module()
+
+
+def sums_of(fun):
+    """The dtypes of the sums that a traced function computes."""
+    eqns = jax.make_jaxpr(fun)(X).eqns
+    return [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name == "add"]
+
+
+def test_a_marker_inside_another_does_nothing():
+    marked = ols.low_precision(double)
+
+    def in_low(x):
+        # This sum is written for float32, and stays in float32.
+        return marked(x.astype(jnp.float32)), ols.full_precision(double)(x)
+
+    @ols.autocast
+    def fun(x):
+        x = x @ W
+        return ols.full_precision(marked)(x), ols.low_precision(in_low)(x)
+
+    assert sums_of(fun) == ["float32", "float32", "float16"]
+
+
+def test_autocast_inside_a_marker_or_autocast_casts_to_its_own_dtype():
+    inner = ols.autocast(lambda x: low_kernel(x @ W), jnp.bfloat16)
+
+    @ols.autocast
+    def outer(x):
+        return low_kernel(ols.full_precision(inner)(inner(x)) @ W)
+
+    assert sums_of(outer) == ["bfloat16", "bfloat16", "float16"]
+    assert_close(outer(X), 8 * X @ W @ W @ W, rtol=0.05)
+
+
+# --- low_precision: methods and kernels -------------------------------------------
+
+
+def test_a_kernel_of_pallas_gets_low_operands():
+    def body(x_ref, out_ref):
+        assert x_ref.dtype == out_ref.dtype == jnp.float16
+        out_ref[...] = x_ref[...] * 2
+
+    @ols.low_precision
+    def doubled(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(body, out_shape=shape, interpret=True)(x)
+
+    assert_close(jax.jit(ols.autocast(lambda x: doubled(x @ W) @ W))(X), 2 * X @ W @ W)
+
+
+@pytest.mark.parametrize("mark", [ols.full_precision, ols.low_precision])
+def test_a_class_cannot_be_marked(mark):
+    with pytest.raises(TypeError, match=r"Mark a method of a class, or an object"):
+        mark(dict)

@@ -1,0 +1,203 @@
+"""Modules of `flax.nnx`: what a call changes in them reaches them, or is refused.
+
+The expected values are those of the same program in float32, run by Flax alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import optax_lossscale as ols
+from helpers.modules import ROWS, Net, arrays_of, assert_same_state, mean_square
+
+
+def unchanged(fun):
+    """Stands for `autocast` where Flax runs alone."""
+    return fun
+
+
+def assert_agrees(program, make=Net, rtol=2e-2):
+    """`program(module, wrap)` gives the same results, and leaves the same module."""
+    plain, cast = make(), make()
+    expected = program(plain, unchanged)
+    assert_same_state(program(cast, ols.autocast), expected, rtol)
+    assert_same_state(cast, plain, rtol)
+
+
+WAYS = {
+    "the module": lambda model, wrap: wrap(model)(ROWS),
+    "its call": lambda model, wrap: wrap(model.__call__)(ROWS),
+    "a method": lambda model, wrap: wrap(model.encode)(ROWS),
+    "partial": lambda model, wrap: wrap(functools.partial(mean_square, model))(ROWS),
+    "partial of a method": lambda m, wrap: wrap(functools.partial(m.encode, x=ROWS))(),
+    "partial of the module": lambda model, wrap: wrap(functools.partial(model))(ROWS),
+    "an argument": lambda model, wrap: wrap(mean_square)(model, ROWS),
+    "a keyword argument": lambda model, wrap: wrap(mean_square)(x=ROWS, model=model),
+}
+AROUND = {
+    "jit": lambda way: lambda model: nnx.jit(lambda m: [way(m), way(m)])(model),
+    "jit of gradient": lambda way: nnx.jit(
+        nnx.value_and_grad(lambda m: jnp.mean((way(m) - 1) ** 2))
+    ),
+    "remat": lambda way: lambda model: nnx.remat(way)(model),
+    "cond": lambda way: lambda model: nnx.cond(True, way, way, model),
+}
+
+
+@pytest.mark.fast_every(3)  # Compiling gradients of modules takes long.
+@pytest.mark.parametrize("way", ["the module", "an argument"])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_a_call_changes_reaches_the_module_through(way, around):
+    def program(model, wrap):
+        return AROUND[around](lambda m: WAYS[way](m, wrap))(model)
+
+    assert_agrees(program, rtol=4e-2)
+
+
+@pytest.mark.fast_every(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_call_changes_reaches_a_module_given_as(way):
+    assert_agrees(lambda model, wrap: [WAYS[way](model, wrap) for _ in range(2)])
+
+
+class Shared(nnx.Module):
+    """One normalization layer by two names, and one kernel in two layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.BatchNorm(4, rngs=rngs)
+        self.last = self.first
+        self.up, self.down = (nnx.Linear(4, 4, rngs=rngs) for _ in range(2))
+        self.down.kernel = self.up.kernel
+
+    def __call__(self, x):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return self.last(self.down(self.up(self.first(x))))
+
+
+@pytest.mark.parametrize("way", ["the module", "an argument"])
+def test_layers_and_parameters_that_are_shared_stay_shared(way):
+    def program(model, wrap):
+        result = WAYS[way](model, wrap)
+        assert model.first is model.last
+        assert model.up.kernel is model.down.kernel
+        return result
+
+    assert_agrees(program, Shared)
+
+
+class Several(nnx.Module):
+    """Changes an attribute, an array, a variable, a submodule; makes a variable."""
+
+    def __init__(self):
+        self.calls = 0
+        self.array = jnp.ones(4)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.calls += 1
+        self.array = self.array + jnp.sum(x, axis=0)
+        self.count[...] = self.count[...] + 1
+        self.made = nnx.Variable(jnp.sum(x))
+        self.norm.eval()
+        return x * self.calls
+
+
+def test_everything_that_a_call_changes_in_a_module_is_kept():
+    model, cast = Several(), Several()
+    for _ in range(2):
+        result = ols.autocast(cast)(ROWS)
+        np.testing.assert_array_equal(result, model(ROWS))
+    assert cast.calls == 2
+    assert cast.norm.use_running_average
+    assert_same_state(cast, model)
+
+
+def test_a_module_that_is_returned_is_the_same_module():
+    model = Net()
+    result, same, norm = ols.autocast(lambda m, x: (m(x), m, m.norm))(model, ROWS)
+    assert same is model
+    assert norm is model.norm
+    assert_same_state(result, Net()(ROWS))
+
+
+REFUSED = {
+    "lambda": lambda model: ols.autocast(lambda x: model(x)),
+    "jax.jit": lambda model: jax.jit(ols.autocast(model)),
+    "nnx.jit": lambda model: nnx.jit(ols.autocast(model)),
+    "vmap": lambda model: jax.vmap(lambda x: ols.autocast(model)(x[None])),
+    "gradient": lambda model: jax.grad(lambda x: jnp.sum(ols.autocast(model)(x))),
+    "train and eval": lambda model: ols.autocast(lambda x: (model.eval(), model(x))[1]),
+}
+
+
+@pytest.mark.fast_every(5)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
+    model = Net()
+    before = arrays_of(model)
+    with pytest.raises(ValueError, match=r"Pass the module as an argument: `ols\."):
+        REFUSED[name](model)(ROWS)
+    for array, old in zip(arrays_of(model), before, strict=True):
+        np.testing.assert_array_equal(array, old)
+
+
+def test_an_error_inside_leaves_the_module_as_it_was():
+    model = Net()
+    before = arrays_of(model)
+
+    def fails(model, x):
+        model(x)
+        raise RuntimeError("of the user")
+
+    for fun in (
+        functools.partial(ols.autocast(fails), model),
+        ols.autocast(functools.partial(fails, model)),
+    ):
+        with pytest.raises(RuntimeError, match="of the user"):
+            fun(ROWS)
+        for array, old in zip(arrays_of(model), before, strict=True):
+            np.testing.assert_array_equal(array, old)
+    assert_same_state(ols.autocast(model)(ROWS), Net()(ROWS))
+
+
+REPORTED = {
+    "the module": lambda model: (model, ROWS),
+    "a method": lambda model: (model.encode, ROWS),
+    "an argument": lambda model: (mean_square, model, ROWS),
+    "an argument of autocast": lambda model: (ols.autocast(mean_square), model, ROWS),
+    "nnx.jit": lambda model: (nnx.jit(ols.autocast(mean_square)), model, ROWS),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_report_leaves_a_module_as_it_was_given_as(name, capsys):
+    model = Net()
+    before = arrays_of(model)
+    ols.autocast_report(*REPORTED[name](model))
+    assert capsys.readouterr().out.count("dot_general") == 1
+    for array, old in zip(arrays_of(model), before, strict=True):
+        np.testing.assert_array_equal(array, old)
+
+
+def test_methods_of_an_nnx_module_can_be_decorated():
+    class Cast(Net):
+        @ols.autocast(level="O1")
+        def __call__(self, x):
+            return Net.__call__(self, x)
+
+        @ols.autocast()
+        def encode(self, x):
+            return self(x)
+
+    plain, cast = Net(), Cast()
+    for _ in range(2):
+        assert_same_state(cast(ROWS), plain(ROWS))
+        assert_same_state(cast.encode(ROWS), plain.encode(ROWS))
+    assert cast.dropout.rngs.count[...] == 4
+    assert_same_state(nnx.state(cast), nnx.state(plain))

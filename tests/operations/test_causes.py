@@ -1,0 +1,138 @@
+"""What is said of the first operation that made NaN or infinity."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from helpers.places import place_of
+from optax_lossscale.diagnostics import (
+    first_nonfinite,
+    print_operation_report,
+    trace_operations,
+)
+
+X = jnp.float32([[0.0, 1.0, 2.0]])
+
+
+def logarithm(x):
+    return jnp.sum(jnp.log(x))  # fault
+
+
+def quotient(x):
+    return jnp.sum(x / x)  # fault
+
+
+def reciprocal(x):
+    return jnp.sum(1 / x)  # fault
+
+
+def power(x):
+    return jnp.sum(x**-2)  # fault
+
+
+def root(x):
+    return jnp.sum(jnp.sqrt(x - 1))  # fault
+
+
+def exponential(x):
+    return jnp.sum(jnp.exp(100 * x))  # fault
+
+
+def square(x):
+    return jnp.sum((x * 1e30) ** 2)  # fault
+
+
+def difference(x):
+    masked = jnp.where(x < 5, -jnp.inf, x)
+    return jnp.sum(masked - jnp.max(masked))  # fault
+
+
+def product(x):
+    return jnp.sum((300 * x) @ jnp.full((3, 2), 200.0))  # fault
+
+
+def operand(x):
+    return jnp.sum((1e5 * x) @ jnp.full((3, 2), 1e-3))  # fault
+
+
+def half(x):
+    x = (500 * x).astype(jnp.float16)
+    return jnp.sum((x * x).astype(jnp.float32))  # fault
+
+
+FINITE = "It is not defined for its operands, which were finite."
+CAUSES = [
+    (logarithm, "log", "An operand was zero."),
+    (quotient, "div", "An operand was zero."),
+    (reciprocal, "div", "An operand was zero."),
+    (power, "integer_pow", "An operand was zero."),
+    (root, "sqrt", FINITE),
+    (exponential, "exp", "An operand was too large: up to 200."),
+    (square, ("square", "integer_pow"), "An operand was too large: up to 2e+30."),
+    (difference, "sub", "An operand was infinite, and the result is NaN."),
+    # 200 * (300 + 600) is 180000.
+    (product, "dot_general", "In float32 its largest entry is 1.8e+05, beyond 65504, "),
+    (operand, "convert_element_type", "In float32 its largest entry is 2e+05, beyond "),
+    (half, "mul", "In float32 its largest entry is 1e+06, beyond 65504, the largest "),
+]
+
+
+@pytest.mark.parametrize(("fun", "primitive", "cause"), CAUSES)
+def test_the_first_operation_and_what_its_operands_were_are_named(
+    fun, primitive, cause, capsys
+):
+    operations = trace_operations(fun, X)
+    first = first_nonfinite(operations)
+    assert first.primitive in primitive
+    assert first.where == place_of(fun, "fault")
+    assert not first.is_backward
+    assert first.cause.startswith(cause)
+    print_operation_report(operations, limit=1)
+    assert f"{place_of(fun, 'fault')}, forward pass: " in capsys.readouterr().out
+
+
+def test_an_operand_of_a_product_that_is_not_differentiated_is_too_large():
+    """Its operands are rounded in the product itself, not by casts before it."""
+
+    def loss_fn(w, x):
+        return jnp.sum(w) + jnp.sum(jax.lax.stop_gradient(x @ x.T))  # fault
+
+    first = first_nonfinite(trace_operations(loss_fn, jnp.ones(2), 1e5 * X))
+    assert first.where == place_of(loss_fn, "fault")
+    assert first.cause == "An operand was too large for float16: 2e+05, beyond 65504."
+
+
+def test_a_slope_at_zero_is_found_in_the_backward_pass():
+    """The slope of a root is not finite at zero."""
+    first = first_nonfinite(trace_operations(lambda x: jnp.sum(jnp.sqrt(x)), X))
+    assert (first.primitive, first.cause) == ("div", "An operand was zero.")
+
+
+def test_an_overflow_of_the_loss_scale_alone_says_how_much_lower_it_fits(capsys):
+    """The cotangent of the product is 2**18 / 2, which is twice 65536."""
+    loss_fn = lambda w, x: jnp.mean(x @ w)  # noqa: E731
+    args = jnp.ones((3, 2)), X
+    operations = trace_operations(loss_fn, *args, loss_scale=2.0**18)
+    first = first_nonfinite(operations)
+    assert first.is_backward
+    assert first.overflows_only_scaled
+    assert first.float32_largest == 2.0**17
+    print_operation_report(operations, limit=1)
+    text = capsys.readouterr().out
+    assert "Only the loss scale makes it overflow: with a scale lower by 2**2" in text
+    assert first_nonfinite(trace_operations(loss_fn, *args, loss_scale=2.0**16)) is None
+
+
+def test_nonfinite_arguments_are_received():
+    operations = trace_operations(logarithm, X.at[0, 0].set(jnp.inf))
+    assert any(x.nonfinite for x in operations)
+    assert first_nonfinite(operations) is None
+
+
+def test_masks_that_a_program_writes_are_not_made():
+    def fun(x):
+        return jnp.sum(jax.nn.softmax(jnp.where(x > 0.7, x, -jnp.inf), axis=-1))
+
+    operations = trace_operations(fun, X)
+    assert any(x.nonfinite for x in operations)
+    assert first_nonfinite(operations) is None
