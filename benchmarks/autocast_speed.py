@@ -157,15 +157,9 @@ def tracing_rows(layers: int, rounds: int) -> list[dict[str, str]]:
 def eager_rows(rounds: int) -> list[dict[str, str]]:
     """Compares calls outside `jit`."""
     x, w = jnp.ones((8, 64)), jnp.full((64, 64), 0.01)
-    names = {"seen": w}  # A dict may change, so its reader is traced at each call.
-
-    def reads_a_dict(w: jax.Array, x: jax.Array) -> jax.Array:
-        return product(names["seen"], x)
-
     calls: dict[str, tuple[Callable[..., Any], Any]] = {
         "relu(x @ w)": (product, w),
         "four layers": (network, [w] * 4),
-        "relu(x @ w), w from a dict": (reads_a_dict, w),
     }
     rows = []
     for name, (fun, params) in calls.items():

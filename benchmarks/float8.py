@@ -9,7 +9,6 @@ with a smaller model.
 """
 
 import argparse
-import functools
 import pydoc_data.topics
 import sys
 from collections.abc import Callable
@@ -94,7 +93,8 @@ def traced_products(model: str) -> str:
     step, args = step_of(model, WAYS[1])
     forward = backward = 0
     for equation in equations_of(jax.make_jaxpr(step)(*args)):
-        factors = equation.params.get("float8")
+        product = equation.params.get("product")
+        factors = None if product is None else product.float8
         forward += factors == OF_VALUES
         backward += factors not in (None, OF_VALUES)
     return f"{forward} + {backward}"
@@ -155,19 +155,18 @@ def gradients(model: Decoder, params: Any, batches: Any) -> dict[str, Any]:
     """Returns the gradients of the last batch, in each precision."""
     loss_fn, batch = next_token_loss(model), batches[-1]
 
-    def is_last(scope: str) -> bool:
-        return scope.endswith("attend")
+    first, last = "Decoder/Encoder_0/Dense_0/", "Decoder/Embed_0.attend/"
 
-    def is_first_or_last(scope: str) -> bool:
-        return scope.endswith("Encoder_0/Dense_0") or is_last(scope)
+    def to_float8(*high: str) -> Callable[..., jax.Array]:
+        inner = ols.autocast(loss_fn, jnp.float8_e4m3fn, high=high)
+        return ols.autocast(inner, jnp.bfloat16)  # What the inner one left in float32.
 
-    to_float8 = functools.partial(ols.autocast, loss_fn, jnp.float8_e4m3fn)
     ways = {
         "bfloat16": ols.autocast(loss_fn, jnp.bfloat16),
         "float16": ols.autocast(loss_fn),
         "float8": to_float8(),
-        "last layer in bfloat16": to_float8(keep=is_last),
-        "first and last in bfloat16": to_float8(keep=is_first_or_last),
+        "last layer in bfloat16": to_float8(last),
+        "first and last in bfloat16": to_float8(first, last),
     }
 
     def gradient(loss_fn: Callable[..., jax.Array]) -> Any:
