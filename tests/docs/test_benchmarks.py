@@ -342,6 +342,8 @@ def test_autocast_runs_every_product_of_fourteen_models_low(tmp_path):
 
 @pytest.mark.parametrize("way", ["by hand", "autocast, O1", "autocast, O3"])
 @pytest.mark.parametrize("model", sorted(plain_models.MODELS))
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
 def test_plain_models_train_in_every_way(model, way):
     dtype, stream, level = autocast.WAYS[way]
     loss_fn, params, batch = plain_models.MODELS[model](dtype, stream, True)
