@@ -1,4 +1,4 @@
-"""Times `trace_operations` and `watch` on a transformer of twelve layers.
+"""Times `trace_operations` on four models, and `watch` on a transformer.
 
     python benchmarks/traced_operations.py [--batch N] [--length N] [--layers N]
                                            [--width N]
@@ -8,14 +8,17 @@ to compile it. The target is six times as long.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import optax_lossscale as ols
+from _lib import plain_models
 from _lib.models import Decoder, next_token_loss, random_key
 from _lib.tables import print_table, versions
 
@@ -31,27 +34,38 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def live_bytes() -> int:
     """Returns the size of all arrays that are alive."""
+    gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def time_tracing(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str, Any]]:
+def time_tracing(model: str, loss_fn: Any, *args: Any) -> dict[str, Any]:
     """Times `trace_operations` beside the gradient, and counts what it leaves."""
     gradient = jax.jit(jax.value_and_grad(ols.autocast(loss_fn)))
-    plain = seconds(lambda: gradient(params, tokens))
+    plain = seconds(lambda: gradient(*args))
     before, start = live_bytes(), time.perf_counter()
-    operations = ols.diagnostics.trace_operations(
-        loss_fn, params, tokens, loss_scale=2.0**15
-    )
+    operations = ols.diagnostics.trace_operations(loss_fn, *args, loss_scale=2.0**15)
     traced = time.perf_counter() - start
-    return [
-        {
-            "first call of the gradient s": f"{plain:.1f}",
-            "trace_operations s": f"{traced:.1f}",
-            "ratio": f"{traced / plain:.1f}",
-            "operations": len(operations),
-            "bytes of new arrays": live_bytes() - before,
-        }
+    return {
+        "model": model,
+        "first call of the gradient s": f"{plain:.1f}",
+        "trace_operations s": f"{traced:.1f}",
+        "ratio": f"{traced / plain:.1f}",
+        "operations": len(operations),
+        "bytes of new arrays": live_bytes() - before,
+    }
+
+
+def plain_case(model: str) -> tuple[Any, ...]:
+    """Returns the loss and the arguments of a small model of `plain_models`."""
+    loss_fn, params, batch = plain_models.MODELS[model](None, jnp.float32, True)
+    shapes, tree = jax.tree.flatten((params, *batch))
+    arrays = [
+        jax.random.normal(random_key(i), x.shape).astype(x.dtype) / 8
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jax.random.randint(random_key(i), x.shape, 0, 8)
+        for i, x in enumerate(shapes)
     ]
+    return model, loss_fn, *jax.tree.unflatten(tree, arrays)
 
 
 def time_watching(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str, Any]]:
@@ -92,7 +106,9 @@ def main() -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
     print(f"{versions()}; {args.layers} layers, {size:.1f} million parameters")
     print(f"{args.batch} x {args.length} tokens\n")
-    print_table(time_tracing(loss_fn, params, tokens))
+    rows = [time_tracing("the transformer", loss_fn, params, tokens)]
+    rows += [time_tracing(*plain_case(model)) for model in plain_models.MODELS]
+    print_table(rows)
     print()
     print_table(time_watching(loss_fn, params, tokens))
 

@@ -6,6 +6,7 @@ import re
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 
 from helpers.compat import IS_JAX_0_7
@@ -18,16 +19,14 @@ def read(path):
 
 
 def printed(notebook):
-    """What each code cell printed to stdout."""
-    return [
-        "".join(
-            output.text
-            for output in cell.outputs
-            if output.output_type == "stream" and output.name == "stdout"
-        )
+    """What the code cells printed to stdout."""
+    return "".join(
+        output.text
         for cell in notebook.cells
         if cell.cell_type == "code"
-    ]
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
 
 
 @pytest.mark.slow
@@ -39,7 +38,11 @@ def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()
-    assert printed(executed) == printed(stored)
+    # A share such as an accuracy may differ by one percent from one CPU to another.
+    share = re.compile(r" *(\d+)%")
+    assert share.sub("%", printed(executed)) == share.sub("%", printed(stored))
+    shares = [share.findall(printed(notebook)) for notebook in (executed, stored)]
+    np.testing.assert_allclose(*np.asarray(shares, int), atol=1)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -303,24 +303,3 @@ def test_citation_and_changelog_name_this_version():
         f"## [{ols.__version__}] - {date}"
     )
     assert f"version = {{{ols.__version__}}}" in (ROOT / "docs/cite.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is not None,
-    reason="the counts are those without tests for TPUs",
-)
-@pytest.mark.parametrize(
-    ("check", "arguments"), [("fast tests", []), ("slow tests", ["-m", "slow"])]
-)
-def test_contributing_counts_as_many_tests_as_pytest_collects(check, arguments):
-    row = CONTRIBUTING.split(f"\n| {check} |")[1].partition("\n")[0]
-    result = row.rsplit(" | ", 1)[1]
-    passed = int(re.match(r"\d+", result)[0])
-    skipped = re.search(r"(\d+) skipped", result)
-    # A file that is skipped as a whole is one skipped test, and none that is collected.
-    most = passed + (int(skipped[1]) if skipped else 0)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-    collected = int(re.search(r"(\d+)(?:/\d+)? tests collected", printed)[1])
-    assert passed <= collected <= most
