@@ -60,23 +60,12 @@ def autocast_o2(loss_of: Callable[[Any], Loss]) -> Loss:
     return ols.autocast(loss_of(None), level="O2")
 
 
-def autocast_low_sums(loss_of: Callable[[Any], Loss]) -> Loss:
-    """Rounds the parameters first, so that their gradients are float16 as well."""
-    loss_fn = loss_of(None)
-
-    def of_rounded(params: Tree, batch: jax.Array) -> jax.Array:
-        return loss_fn(optax.tree.cast(ols.cast_params(params), jnp.float32), batch)
-
-    return ols.autocast(of_rounded)
-
-
 # Each takes a function that makes the loss of a Flax model with this `dtype`.
 MODELS: dict[str, Callable[[Callable[[Any], Loss]], Loss]] = {
     "float32": plain,
     "Flax, dtype=float16": by_hand,
     "autocast": autocast,
     "autocast, O2": autocast_o2,
-    "autocast, rounded first": autocast_low_sums,
 }
 
 

@@ -1,4 +1,4 @@
-"""Read programs that JAX has traced, and evaluate their equations one by one."""
+"""Read programs that JAX has traced."""
 
 import contextlib
 import functools
@@ -21,15 +21,6 @@ _AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep
 # Scopes that JAX adds in checkpoints, and those of markers for autocast.
 _NOT_SHOWN = ("checkpoint", "rematted_computation", "optax_lossscale.")
 _SERIALS = itertools.count()
-
-
-def evaluate(
-    equation: core.JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None
-) -> Sequence[Any]:
-    """Returns the outputs of one equation, computed in the context of the equation."""
-    with context_of(equation):
-        params = equation.params if params is None else params
-        return bind(equation.primitive, inputs, params)
 
 
 def bind(

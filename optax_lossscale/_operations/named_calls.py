@@ -5,70 +5,69 @@ a function is traced, each call of a module runs in a `jax.named_scope` with the
 that module, such as `Transformer/blocks/4/attention`.
 """
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from optax_lossscale._nnx import flax_nnx, is_module, is_variable
-from optax_lossscale._types import PyTree
 
 # The modules whose calls are running; None where calls are not named.
 _RUNNING: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
     "running", default=None
 )
-# The classes whose calls are named: their own calls, and how many threads name them.
-_PATCHED: dict[type, tuple[Callable[..., Any], int]] = {}
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # One thread at a time may change the classes.
 _MOST_NESTED = 4  # Of lists and dicts in which a module may stand.
 
 
 @contextlib.contextmanager
-def named_calls(fun: Callable[..., Any], arguments: PyTree) -> Iterator[None]:
-    """Names the calls of the modules that a function has, inside the `with` block.
-
-    They are those in its arguments, in what it is bound to, and in the variables of
-    the functions around it.
-    """
+def named_calls() -> Iterator[None]:
+    """Names the calls of modules inside the `with` block, in this thread."""
     if _RUNNING.get() is not None:
         yield
         return
-    trees = [arguments, fun, getattr(fun, "__self__", None), *_closure_of(fun)]
-    owners, token = _owners_of_calls(trees), _RUNNING.set(())
-    _patch(owners)
-    try:
-        yield
-    finally:
-        _unpatch(owners)
-        _RUNNING.reset(token)
-
-
-def _patch(owners: Sequence[type]) -> None:
-    """Names the calls of some classes, if no other thread does so already."""
     with _LOCK:
-        for owner in owners:
-            if owner not in _PATCHED:
-                original = vars(owner)["__call__"]
-                _PATCHED[owner] = original, 0
-                setattr(owner, "__call__", _named(original))  # noqa: B010
-            original, users = _PATCHED[owner]
-            _PATCHED[owner] = original, users + 1
+        originals = {kind: vars(kind)["__call__"] for kind in _classes()}
+        token = _RUNNING.set(())
+        try:
+            for kind, call in originals.items():
+                setattr(kind, "__call__", _named(call))  # noqa: B010
+            yield
+        finally:
+            for kind, call in originals.items():
+                setattr(kind, "__call__", call)  # noqa: B010
+            _RUNNING.reset(token)
 
 
-def _unpatch(owners: Sequence[type]) -> None:
-    """Gives the classes that no thread names any more their own calls back."""
-    with _LOCK:
-        for owner in owners:
-            original, users = _PATCHED.pop(owner)
-            if users > 1:
-                _PATCHED[owner] = original, users - 1
-            else:
-                setattr(owner, "__call__", original)  # noqa: B010
+def _classes() -> set[type]:
+    """The classes of modules that have a `__call__` of their own."""
+    equinox: Any = sys.modules.get("equinox")
+    nnx = flax_nnx()
+    found: set[type] = set()
+    new = [library.Module for library in (equinox, nnx) if library is not None]
+    while new:
+        kind = new.pop()
+        if kind not in found:
+            found.add(kind)
+            new += kind.__subclasses__()
+    return {
+        kind
+        for kind in found
+        if callable(vars(kind).get("__call__")) and not _is_wrapper(kind)
+    }
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether a class is of what a transformation of Equinox returns."""
+    names = kind.__module__.split(".")
+    return names[0] == "equinox" and names[1:2] != ["nn"]
 
 
 def _named(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,38 +90,6 @@ def _named(call: Callable[..., Any]) -> Callable[..., Any]:
     return named_call
 
 
-def _closure_of(fun: Callable[..., Any]) -> list[Any]:
-    """What a function reads from the functions around it."""
-    contents = []
-    for cell in getattr(fun, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # It is not assigned yet.
-            contents.append(cell.cell_contents)
-    return contents
-
-
-def _owners_of_calls(trees: Sequence[PyTree]) -> list[type]:
-    """The classes in which the modules in some trees have their `__call__`."""
-    owners: dict[type, None] = {}
-    for module in _modules_in(trees):
-        for kind in type(module).__mro__:
-            if callable(vars(kind).get("__call__")):
-                owners[kind] = None
-    return list(owners)
-
-
-def _modules_in(trees: Sequence[PyTree]) -> Iterator[Any]:
-    """All modules in some trees, and in these modules."""
-    nodes, seen = list(trees), set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if _is_module(node) and not _is_wrapper(node):
-            yield node
-        nodes += [child for _, child in _children_of(node)]
-
-
 def _path_to(module: Any, parent: Any, depth: int = 0) -> str | None:
     """The path of a module from its parent, or None if it is not found there."""
     children = _children_of(parent)
@@ -143,18 +110,10 @@ def _children_of(node: Any) -> list[tuple[str, Any]]:
         return [(str(key), value) for key, value in node.items()]
     if isinstance(node, list | tuple):
         return [(str(i), value) for i, value in enumerate(node)]
-    if isinstance(node, functools.partial):
-        return [("", node.func), ("", node.args), ("", node.keywords)]
     if not _is_module(node):
         return []
     attributes = vars(node).items()
     return [(name, value) for name, value in attributes if not name.startswith("_")]
-
-
-def _is_wrapper(module: Any) -> bool:
-    """Whether a module is what a transformation of Equinox returned."""
-    names = type(module).__module__.split(".")
-    return names[0] == "equinox" and names[1:2] != ["nn"]
 
 
 def _is_module(node: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._jaxprs import bind
-from optax_lossscale._operations.instrument import Measured, Record, is_narrow
+from optax_lossscale._operations.context import Context, is_narrow
 
 
 class Operation(NamedTuple):
@@ -79,40 +78,102 @@ class Operation(NamedTuple):
         return self.headroom_bits < 0 <= self.unscaled_headroom_bits
 
 
-class _Worst(NamedTuple):
-    """The worst numbers of an operation over its runs."""
+class Run(NamedTuple):
+    """What was measured of one run of an operation.
 
-    runs: int = 0
-    largest: float = 0.0
-    float32_largest: float = 0.0
-    nonfinite: int = 0
-    underflow: float = 0.0
-    error: float = 0.0
-    made: int = 0
-    first: int | None = None
-    cause: Measured | None = None
+    Attributes:
+      results: For each floating result its largest and smallest magnitude, NaN if an
+        entry is, and how many entries are not finite.
+      operands: The same for each floating operand.
+      exact: The largest magnitude of the result in float32, the share of its nonzero
+        entries that are zero in the result, and the error; else empty.
+    """
 
-    def with_run(self, measured: Measured) -> _Worst:
-        """The worst numbers after one more run."""
-        largest = _largest_of(measured.results)
-        reference, underflow, error = measured.compared or (largest, 0.0, 0.0)
-        reference = math.inf if math.isnan(reference) else reference
-        if math.isinf(reference):  # Then nothing was lost by rounding.
-            underflow = error = 0.0
-        nonfinite = int(sum(row[2] for row in measured.results))
-        made = nonfinite if _is_made(measured) else 0
-        is_first = made > 0 and self.first is None
-        return _Worst(
-            runs=self.runs + 1,
-            largest=max(self.largest, largest),
-            float32_largest=max(self.float32_largest, reference),
-            nonfinite=max(self.nonfinite, nonfinite),
-            underflow=max(self.underflow, underflow),
-            error=max(self.error, math.inf if math.isnan(error) else error),
-            made=max(self.made, made),
-            first=self.runs if is_first else self.first,
-            cause=measured if is_first else self.cause,
+    results: list[list[float]]
+    operands: list[list[float]]
+    exact: list[float]
+
+
+class Entry:
+    """An operation of a program that runs, with the worst of its numbers until now.
+
+    Attributes:
+      equation: The operation in the program.
+      context: Its line, its scope, and what surrounds it.
+      runs: How often it ran.
+      worst: Its numbers, by the names of the fields of `Operation`.
+      first: The run that made the first nonfinite numbers.
+      iteration: How many runs there were before that one.
+    """
+
+    def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
+        self.equation, self.context = equation, context
+        self.runs, self.worst = 0, dict[str, float]()
+        self.first: Run | None = None
+        self.iteration: int | None = None
+
+    def add(self, run: Run) -> None:
+        """Counts one more run."""
+        largest = _largest_of(run.results)
+        exact, underflow, error = run.exact or (largest, 0.0, 0.0)
+        if not math.isfinite(exact):  # Then nothing was lost by rounding.
+            exact, underflow, error = math.inf, 0.0, 0.0
+        nonfinite = sum(row[2] for row in run.results)
+        numbers = {
+            "largest": largest,
+            "float32_largest": exact,
+            "nonfinite": nonfinite,
+            "made_nonfinite": nonfinite if _is_made(run) else 0,
+            "underflow": underflow,
+            "error": math.inf if math.isnan(error) else error,
+        }
+        if numbers["made_nonfinite"] and self.first is None:
+            self.first, self.iteration = run, self.runs
+        self.runs += 1
+        self.worst = {x: max(n, self.worst.get(x, 0.0)) for x, n in numbers.items()}
+
+    def operation(self, loss_scale: float) -> Operation:
+        """What is known of it, once the program ran."""
+        equation, context = self.equation, self.context
+        primitive, result = equation.primitive, cast(Any, equation.outvars[0]).aval
+        dtype = result.dtype
+        if primitive is low_product_p:
+            product = equation.params["product"]
+            primitive, dtype = product.primitive, np.dtype(product.low)
+        headroom = _headroom(self.worst["float32_largest"], result.dtype)
+        scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
+        counts = ("nonfinite", "made_nonfinite")
+        numbers: dict[str, Any] = self.worst | {x: int(self.worst[x]) for x in counts}
+        return Operation(
+            primitive=primitive.name,
+            where=context.where,
+            scope="/".join(context.scope),
+            is_backward=context.is_backward,
+            dtype=dtype,
+            shape=result.shape,
+            cause="" if self.first is None else _cause(equation, self.first),
+            headroom_bits=headroom,
+            unscaled_headroom_bits=headroom + scale_bits,
+            loop=context.loop,
+            iteration=None if context.loop is None else self.iteration,
+            **numbers,
         )
+
+
+def operations_of(entries: Iterable[Entry], loss_scale: float) -> list[Operation]:
+    """All operations that ran, but those that `jax.checkpoint` repeated."""
+    operations, counts = [], collections.Counter[Any]()
+    for entry in entries:
+        if not entry.runs:
+            continue
+        operation = entry.operation(loss_scale)
+        key = operation[:3], operation.shape
+        if entry.context.is_recomputed and counts[key] > 0:
+            counts[key] -= 1
+            continue
+        counts[key] += not entry.context.is_backward
+        operations.append(operation)
+    return operations
 
 
 def _largest_of(rows: Sequence[Sequence[float]]) -> float:
@@ -120,71 +181,12 @@ def _largest_of(rows: Sequence[Sequence[float]]) -> float:
     return max((math.inf if math.isnan(x) else x for x, *_ in rows), default=0.0)
 
 
-def _is_made(measured: Measured) -> bool:
+def _is_made(run: Run) -> bool:
     """Whether an operation made its nonfinite results, and did not receive them."""
-    is_nan = any(math.isnan(row[0]) for row in measured.results)
-    if any(math.isnan(row[0]) for row in measured.operands):
+    if any(math.isnan(row[0]) for row in run.operands):
         return False
-    return is_nan or math.isfinite(_largest_of(measured.operands))
-
-
-class Collector:
-    """The worst numbers of each operation of a program that runs."""
-
-    def __init__(self) -> None:
-        self._worst: dict[int, _Worst] = collections.defaultdict(_Worst)
-        self._lock = threading.Lock()  # Several devices call at once.
-
-    def receive(self, number: int, measured: Measured) -> None:
-        """Takes the numbers of one run of an operation."""
-        with self._lock:
-            self._worst[number] = self._worst[number].with_run(measured)
-
-    def operations(
-        self, records: Sequence[Record], loss_scale: float
-    ) -> list[Operation]:
-        """All operations that ran, but those that `jax.checkpoint` repeated."""
-        operations, counts = [], collections.Counter[Any]()
-        for number, record in enumerate(records):
-            if number in self._worst:
-                operation = _operation(record, self._worst[number], loss_scale)
-                key = operation[:3], operation.shape
-                if record.context.is_recomputed and counts[key] > 0:
-                    counts[key] -= 1
-                    continue
-                counts[key] += not record.context.is_backward
-                operations.append(operation)
-        return operations
-
-
-def _operation(record: Record, worst: _Worst, loss_scale: float) -> Operation:
-    equation, context, aval = record.equation, record.context, record.results[0].aval
-    primitive, dtype = equation.primitive, aval.dtype
-    if primitive is low_product_p:
-        product = equation.params["product"]
-        primitive, dtype = product.primitive, np.dtype(product.low)
-    headroom = _headroom(worst.float32_largest, aval.dtype)
-    scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
-    is_in_loop = context.loop is not None
-    return Operation(
-        primitive=primitive.name,
-        where=context.where,
-        scope="/".join(context.scope),
-        is_backward=context.is_backward,
-        dtype=dtype,
-        shape=aval.shape,
-        largest=worst.largest,
-        float32_largest=worst.float32_largest,
-        nonfinite=worst.nonfinite,
-        made_nonfinite=worst.made,
-        cause="" if worst.cause is None else _cause(equation, worst.cause),
-        underflow=worst.underflow,
-        headroom_bits=headroom,
-        unscaled_headroom_bits=headroom + scale_bits,
-        error=worst.error,
-        loop=context.loop,
-        iteration=worst.first if is_in_loop else None,
-    )
+    is_nan = any(math.isnan(row[0]) for row in run.results)
+    return is_nan or math.isfinite(_largest_of(run.operands))
 
 
 def _headroom(largest: float, dtype: Any) -> float:
@@ -196,33 +198,32 @@ def _headroom(largest: float, dtype: Any) -> float:
     return math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest)
 
 
-def _cause(equation: core.JaxprEqn, measured: Measured) -> str:
+def _cause(equation: core.JaxprEqn, run: Run) -> str:
     """Why an operation made a nonfinite number."""
     result: Any = equation.outvars[0]
-    dtype = result.aval.dtype
-    is_product = equation.primitive is low_product_p
-    low = equation.params["product"].low if is_product else dtype
-    top, received = float(jnp.finfo(low).max), _largest_of(measured.operands)
+    low = result.aval.dtype
+    if is_product := equation.primitive is low_product_p:
+        low = equation.params["product"].low
+    top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
     if not math.isfinite(received):
         return "An operand was infinite, and the result is NaN."
     if is_product and received > top:
         return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
-    if measured.compared is not None and is_narrow(dtype):
-        in_float32 = f"In float32 its largest entry is {measured.compared[0]:.3g}"
-        if measured.compared[0] <= top:
+    if run.exact and is_narrow(result.aval.dtype) and run.exact[0] < math.inf:
+        in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
+        if run.exact[0] <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
-        if measured.compared[0] < math.inf:
-            return f"{in_float32}, beyond {top:g}, the largest number of {low}."
-    if _is_nonfinite_at_zero(equation, measured):
+        return f"{in_float32}, beyond {top:g}, the largest number of {low}."
+    if _is_nonfinite_at_zero(equation, run):
         return "An operand was zero."
-    if any(math.isnan(row[0]) for row in measured.results):
+    if any(math.isnan(row[0]) for row in run.results):
         return "It is not defined for its operands, which were finite."
     return f"An operand was too large: up to {received:.3g}."
 
 
-def _is_nonfinite_at_zero(equation: core.JaxprEqn, measured: Measured) -> bool:
+def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
     """Whether an operation on numbers is not finite where its operands have zeros."""
-    rows = iter(measured.operands)
+    rows = iter(run.operands)
     numbers = []
     atoms: Sequence[Any] = equation.invars
     for atom in atoms:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable
+from typing import cast
 
 from optax_lossscale._autocast.levels import Left
 from optax_lossscale._autocast.products import PRODUCTS
@@ -25,8 +27,11 @@ def suggest_full_precision(
         error = norm(product - float32_product) / norm(float32_product)
 
     Only products that are at fault are named. While there are NaN or infinities, that
-    is the product that made the first ones; what comes after it is judged when it is
-    finite. So the function is compiled and run again after each choice.
+    is the product that made the first ones. If another operation made them, such as a
+    Cholesky decomposition of a rounded matrix, and would not if all products were in
+    float32, it is the last product before that operation. The function is compiled and
+    run again after each choice. After two seconds a progress bar counts the runs, if
+    tqdm is installed.
 
     * A name with a slash at its end is a scope: pass it to `autocast(fun, high=...)`.
       It holds all products of that module or `jax.named_scope`.
@@ -70,56 +75,101 @@ def suggest_full_precision(
         )
     if not check_number("tolerance", tolerance, 0.0):
         raise ValueError(f"`tolerance` must be positive, got {tolerance}.")
-    forward = [x for x in operations if _is_product(x) and not x.is_backward]
-    chosen: list[str] = []
-    while faults := _faults(operations, tolerance):
-        new = {_name_of(fault, forward) for fault in faults}
-        if new <= {*chosen}:
-            raise ValueError(f"{_NO_PRODUCT}. {_complaint(faults[0])}")
-        chosen = sorted({*chosen, *new})
-        scopes = [tuple(x[:-1].split("/")) for x in chosen if x.endswith("/")]
-        lines = [x for x in chosen if not x.endswith("/")]
-        operations = operations.run_again(Left(tuple(scopes), tuple(lines)))
-    return chosen
+    search = _Search(operations, tolerance)
+    while new := search.faults():
+        search.leave_in_float32(new)
+    return search.chosen
 
 
-_NO_PRODUCT = "`operations` must have a fault that `autocast` made, got none"
+class _Search:
+    """Runs a function with more and more products left in float32.
+
+    Attributes:
+      chosen: Their scopes and lines, sorted.
+    """
+
+    def __init__(self, operations: Operations, tolerance: float) -> None:
+        self.chosen: list[str] = []
+        self._operations, self._tolerance = operations, tolerance
+        self._run_again, self._count = operations.run_again, _progress()
+        # JAX forgets some scopes in the backward pass of a loop; then the line tells.
+        forward = [x for x in operations if _is_product(x) and not x.is_backward]
+        self._scopes = {x.scope: x.scope for x in forward}
+        self._lines = {x.where: x.scope for x in reversed(forward)}
+
+    def leave_in_float32(self, names: Iterable[str]) -> None:
+        """Runs the function with some products left in float32, beside those chosen."""
+        self.chosen = sorted({*self.chosen, *names})
+        self._operations = self._run(self.chosen)
+
+    def faults(self) -> list[str]:
+        """The names of products to leave in float32 next.
+
+        Raises:
+          ValueError: If that would change nothing.
+        """
+        faults = [
+            x
+            for x in self._operations
+            if x.error > self._tolerance and x.where in self._lines and _is_rounded(x)
+        ]
+        if self._operations.are_results_finite:
+            names = [self._name_of(x) for x in faults]
+            if names and {*names} <= {*self.chosen}:
+                raise ValueError(_NO_PRODUCT + _complaint(faults[0]))
+            return names
+        if (nonfinite := first_nonfinite(faults)) is not None:
+            names = [self._name_of(nonfinite)]
+        else:
+            names = self._names_before(first_nonfinite(self._operations))
+        if {*names} <= {*self.chosen}:
+            raise ValueError(_NO_PRODUCT + self._what_is_wrong())
+        return names
+
+    def _names_before(self, first: Operation | None) -> list[str]:
+        """The last product before an operation that is finite if all are in float32."""
+        if first is None or not self._is_finite_in_float32:
+            return []
+        before = self._operations[: self._operations.index(first)]
+        names = [self._name_of(x) for x in before if _is_product(x)]
+        return [x for x in names if x not in self.chosen][-1:]
+
+    @functools.cached_property
+    def _is_finite_in_float32(self) -> bool:
+        products = filter(_is_product, self._operations)
+        return self._run(map(self._name_of, products)).are_results_finite
+
+    def _run(self, names: Iterable[str]) -> Operations:
+        names = [*names]
+        scopes = [tuple(x[:-1].split("/")) for x in names if x.endswith("/")]
+        lines = [x for x in names if not x.endswith("/")]
+        operations = self._run_again(Left(tuple(scopes), tuple(lines)))
+        self._count()
+        return operations
+
+    def _name_of(self, operation: Operation) -> str:
+        """The scope of a product or a cast, or else its line."""
+        scope = self._scopes.get(operation.scope)
+        scope = scope or self._lines.get(operation.where) or operation.scope
+        return f"{scope}/" if scope else operation.where
+
+    def _what_is_wrong(self) -> str:
+        first = first_nonfinite(self._operations)
+        if first is None:
+            return "NaN or infinity is in the arguments."
+        return f"The first: {describe(first)}"
+
+
+_NO_PRODUCT = "`operations` must have a fault that `autocast` made, got none. "
 
 
 def _is_product(operation: Operation) -> bool:
     return operation.primitive in _PRODUCTS
 
 
-def _faults(operations: Operations, tolerance: float) -> list[Operation]:
-    """The products to leave in float32 next, and casts to their operands."""
-    lines = {x.where for x in operations if _is_product(x)}
-    faults = [
-        operation
-        for operation in operations
-        if operation.error > tolerance
-        and (_is_product(operation) or operation.primitive == "convert_element_type")
-        and operation.where in lines
-    ]
-    if operations.are_results_finite:
-        return faults
-    nonfinite = first_nonfinite(faults)
-    if nonfinite is not None:
-        return [nonfinite]
-    first = first_nonfinite(operations)
-    received = "NaN or infinity is in the arguments."
-    what = received if first is None else f"The first: {describe(first)}"
-    raise ValueError(f"{_NO_PRODUCT}. {what}")
-
-
-def _name_of(fault: Operation, forward: Sequence[Operation]) -> str:
-    """The scope of a product or a cast, or else its line.
-
-    JAX forgets some scopes in the backward pass of a loop; then the line tells them.
-    """
-    scopes = {x.scope: x.scope for x in forward}
-    lines = {x.where: x.scope for x in reversed(forward)}
-    scope = scopes.get(fault.scope) or lines.get(fault.where) or fault.scope
-    return f"{scope}/" if scope else fault.where
+def _is_rounded(operation: Operation) -> bool:
+    """Whether an operation is a product, or a cast to its operands."""
+    return _is_product(operation) or operation.primitive == "convert_element_type"
 
 
 def _complaint(fault: Operation) -> str:
@@ -127,3 +177,13 @@ def _complaint(fault: Operation) -> str:
         f"{fault.primitive} at {fault.where} has an error of {fault.error:.1e} as "
         "written. (Does the function cast to float16 itself?)"
     )
+
+
+def _progress() -> Callable[[], object]:
+    """Returns what counts a run, in a bar after two seconds if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return lambda: None
+    bar = tqdm(desc="suggest_full_precision", unit="run", delay=2, leave=False)
+    return cast(Callable[[], object], bar.update)

@@ -24,13 +24,13 @@ from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._jaxprs import file_name, trace_anew
 from optax_lossscale._nnx import modules_of
+from optax_lossscale._operations.context import Context
 from optax_lossscale._operations.instrument import (
-    Context,
     Instrumenter,
     runs_on_several_devices,
 )
 from optax_lossscale._operations.named_calls import named_calls
-from optax_lossscale._operations.operation import Collector, Operation
+from optax_lossscale._operations.operation import Entry, Operation, operations_of
 from optax_lossscale._rules import static_loss_scale
 from optax_lossscale._tree import is_floating
 from optax_lossscale._types import PyTree
@@ -134,78 +134,54 @@ def trace_operations(
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
         raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
     loss_scale = check_scale("loss_scale", loss_scale)
+    if not any(map(is_floating, partition(args)[0])):
+        raise TypeError("`args` must hold a floating array, got none.")
     context = Context(_where_defined(fun))
     if modules_of(function := as_partial(fun)):  # As an argument, they may change.
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
-    cast_fun = autocast(fun, dtype, level=level)
-    if _calls_autocast(fun, args):
-        cast_fun = fun
-    grad_fun = _with_gradients(cast_fun, argnums)
+
+    def trace(fun: Callable[..., Any], left: Left) -> _Program:
+        grad_fun = _with_gradients(fun, argnums)
+        with named_calls(), left_in_float32(left), trace_anew():
+            return _trace(grad_fun, (jnp.float32(loss_scale), *args))
 
     def run(left: Left) -> Operations:
-        with named_calls(fun, args), left_in_float32(left), trace_anew():
-            program = _trace(grad_fun, (jnp.float32(loss_scale), *args))
-        collector = Collector()
-        records, results = _run(program, collector, context)
-        operations = collector.operations(records, loss_scale)
+        entries, results = _run(trace(cast_fun, left), context)
+        operations = operations_of(entries, loss_scale)
         are_finite = all(np.isfinite(x).all() for x in results if is_floating(x))
         return Operations(operations, are_finite, run)
 
+    cast_fun = autocast(fun, dtype, level=level)
+    token = calls_of_autocast.set([])
+    try:
+        trace(cast_fun, Left())
+        if len(calls_of_autocast.get() or []) > 1:  # `fun` calls `autocast`, too.
+            cast_fun = fun
+    finally:
+        calls_of_autocast.reset(token)
     return run(Left())
 
 
-def _run(program: _Program, collector: Collector, context: Context) -> tuple[Any, Any]:
-    """Runs a program with statistics; returns its records and its results."""
+def _run(program: _Program, context: Context) -> tuple[list[Entry], list[Any]]:
+    """Runs a program with statistics; returns its operations and its results."""
     jaxpr = program.closed.jaxpr
     is_used = [True] * len(jaxpr.outvars)
     jaxpr, _ = pe.dce_jaxpr(jaxpr, is_used, instantiate=True)
     closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
     on_device = runs_on_several_devices(closed, program.arrays)
-    instrumenter = Instrumenter(collector.receive, on_device=on_device)
+    instrumenter = Instrumenter(on_device=on_device)
     closed = instrumenter.instrument(closed, context)
     lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*program.arrays)
     # Or XLA leaves out that a result is rounded, and computes on in float32.
     compiled = lowered.compile({"xla_allow_excess_precision": False})
     results = jax.device_get(compiled(*program.arrays))
     jax.effects_barrier()
-    return instrumenter.records, results
-
-
-def _calls_autocast(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function calls `autocast`. Refuses one that returns no loss."""
-    if not any(map(is_floating, partition(args)[0])):
-        raise TypeError("`args` must hold a floating array, got none.")
-    results: list[Any] = []
-
-    def look(*args: Any) -> PyTree:
-        results.append(fun(*args))
-        return results[-1]
-
-    calls: list[Any] = []
-    token = calls_of_autocast.set(calls)
-    try:
-        with trace_anew():
-            _trace(look, args)
-    finally:
-        calls_of_autocast.reset(token)
-    if not _is_loss(_first_of(results[-1])):
-        shapes = jax.tree.map(_described, results[-1])
-        raise TypeError(
-            "`fun` must return a floating scalar, alone or first in a tuple, got "
-            f"{shapes}. (Return the mean of what you want to look at.)"
-        )
-    return bool(calls)
+    return instrumenter.entries, results
 
 
 def _described(leaf: Any) -> str:
     return str(jax.typeof(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
-
-
-def _first_of(results: PyTree) -> Any:
-    """The loss in the results of a function."""
-    is_several = isinstance(results, tuple | list) and len(results) > 0
-    return results[0] if is_several else results
 
 
 def _is_loss(result: Any) -> bool:
@@ -220,7 +196,15 @@ def _with_gradients(
 
     def loss_and_results(*args: Any) -> tuple[Any, PyTree]:
         results = fun(*args)
-        return _first_of(results), results
+        is_several = isinstance(results, tuple | list) and len(results) > 0
+        loss = results[0] if is_several else results
+        if not _is_loss(loss):
+            shapes = jax.tree.map(_described, results)
+            raise TypeError(
+                "`fun` must return a floating scalar, alone or first in a tuple, got "
+                f"{shapes}. (Return the mean of what you want to look at.)"
+            )
+        return loss, results
 
     def value_and_grad(scale: jax.Array, *args: Any) -> tuple[PyTree, PyTree]:
         state = static_loss_scale(1.0).init()._replace(loss_scale=scale)

@@ -16,8 +16,8 @@ from jax.tree_util import Partial
 
 from optax_lossscale._autocast.modules import call_with_states, partition
 from optax_lossscale._finite import vary_over
-from optax_lossscale._jaxprs import context_of, evaluate, programs_of, scan_sizes
-from optax_lossscale._operations.instrument import Context, is_floating, is_narrow
+from optax_lossscale._jaxprs import bind, context_of, programs_of, scan_sizes
+from optax_lossscale._operations.context import Context, is_floating, is_narrow
 from optax_lossscale._operations.named_calls import named_calls
 from optax_lossscale._types import PyTree
 
@@ -25,6 +25,7 @@ from optax_lossscale._types import PyTree
 _Numbers = dict[tuple[str, str], jax.Array]
 # What has one program, with the operands of the equation as its inputs.
 _CALLS = ("jit", "pjit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+_CONTROL_FLOW = ("scan", "while", "cond", "shard_map")
 
 
 def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -96,7 +97,7 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
                 layers.setdefault(scope, {})[name] = number
             return results.func(outputs)
 
-        with named_calls(fun, (args, kwargs)):
+        with named_calls():
             results = call_with_states(call, fun, args, kwargs)
         return results, layers
 
@@ -107,7 +108,7 @@ def _keys_of(jaxpr: core.Jaxpr, context: Context) -> Iterator[tuple[str, str]]:
     """The keys of all numbers of a program."""
     for equation in jaxpr.eqns:
         inner = context.at(equation)
-        if equation.primitive.name in (*_CALLS, *_NESTINGS):
+        if _is_nested(equation):
             for program in programs_of(equation):
                 yield from _keys_of(program, inner)
         elif _is_measured(equation):
@@ -120,11 +121,13 @@ def _keys_at(context: Context) -> list[tuple[str, str]]:
     return [(scope, f"{prefix}{name}") for name in ("largest", "flushed")]
 
 
+def _is_nested(equation: core.JaxprEqn) -> bool:
+    return equation.primitive.name in (*_CALLS, *_CONTROL_FLOW)
+
+
 def _is_measured(equation: core.JaxprEqn) -> bool:
-    results: list[Any] = list(equation.outvars)
-    return (
-        bool(results) and is_floating(results[0]) and is_narrow(results[0].aval.dtype)
-    )
+    results: list[Any] = list(equation.outvars[:1])
+    return any(is_floating(x) and is_narrow(x.aval.dtype) for x in results)
 
 
 def _run(
@@ -140,30 +143,18 @@ def _run(
 
     for equation in jaxpr.eqns:
         inputs, inner = [read(atom) for atom in equation.invars], context.at(equation)
-        name = equation.primitive.name
-        if name in _CALLS or name in _NESTINGS:
-            run = _NESTINGS.get(name, _call)
-            outputs, numbers = run(equation, inputs, numbers, inner)
-        else:
-            outputs = evaluate(equation, inputs)
-            if _is_measured(equation):
-                numbers = _updated(equation, inputs, outputs, numbers, inner)
+        with context_of(equation):
+            if _is_nested(equation):
+                outputs, numbers = _run_nested(equation, inputs, numbers, inner)
+            else:
+                outputs = bind(equation.primitive, inputs, equation.params)
+                if _is_measured(equation):
+                    is_cast = equation.primitive is primitives.convert_element_type_p
+                    before = inputs[0] if is_cast else outputs[0]
+                    new = zip(_keys_at(inner), _glance(outputs[0], before), strict=True)
+                    numbers |= {key: jnp.maximum(numbers[key], x) for key, x in new}
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], numbers
-
-
-def _updated(
-    equation: core.JaxprEqn,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    numbers: _Numbers,
-    context: Context,
-) -> _Numbers:
-    """The numbers after one more operation."""
-    is_cast = equation.primitive is primitives.convert_element_type_p
-    before = inputs[0] if is_cast else outputs[0]
-    pairs = zip(_keys_at(context), _glance(outputs[0], before), strict=True)
-    return numbers | {key: jnp.maximum(numbers[key], number) for key, number in pairs}
 
 
 @jax.jit
@@ -179,99 +170,71 @@ def _glance(array: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _call(
-    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+def _run_nested(
+    equation: core.JaxprEqn, inputs: list[Any], numbers: _Numbers, context: Context
 ) -> tuple[Any, _Numbers]:
-    """A jitted function, one under `jax.checkpoint`, or one with its own rule."""
-    params = equation.params
+    """Evaluates an equation that holds programs, and updates the numbers."""
+    name, params = equation.primitive.name, equation.params
+
+    def measured(program: Any) -> Callable[..., tuple[Any, _Numbers]]:
+        return lambda numbers, *arrays: _run(program, arrays, numbers, context)
+
+    if name == "shard_map":
+        return _run_on_devices(measured(params["jaxpr"]), params, inputs, numbers)
+    if name == "cond":
+        branches = [measured(branch) for branch in params["branches"]]
+        outputs, numbers = lax.switch(inputs[0], branches, numbers, *inputs[1:])
+        return outputs, numbers
+    if name == "while":  # Its condition is not looked into.
+        first, size = params["cond_nconsts"], params["body_nconsts"]
+        before, consts = inputs[:first], inputs[first:][:size]
+        condition = core.jaxpr_as_fun(params["cond_jaxpr"])
+        body = measured(params["body_jaxpr"])
+        return lax.while_loop(
+            lambda carry: condition(*before, *carry[0])[0],
+            lambda carry: body(carry[1], *consts, *carry[0]),
+            (inputs[first + size :], numbers),
+        )
+    if name == "scan":
+        first, size = scan_sizes(params)
+        consts, inputs = inputs[:first], inputs[first:]
+        step = measured(params["jaxpr"])
+
+        def advance(carry: Any, xs: Any) -> tuple[Any, Any]:
+            outputs, numbers = step(carry[1], *consts, *carry[0], *xs)
+            return (outputs[:size], numbers), outputs[size:]
+
+        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        (last, numbers), ys = lax.scan(
+            advance, (inputs[:size], numbers), inputs[size:], **settings
+        )
+        return [*last, *ys], numbers
     if params.get("differentiated") and params["prevent_cse"]:
-        inputs = lax.optimization_barrier(inputs)  # As JAX does.
+        inputs = lax.optimization_barrier(inputs)  # As JAX does under a checkpoint.
     leaves = jax.tree.leaves(list(params.values()))
     program = next(x for x in leaves if isinstance(x, core.Jaxpr | core.ClosedJaxpr))
-    return _run(program, inputs, numbers, context)
+    return measured(program)(numbers, *inputs)
 
 
-def _scan(
-    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
+def _run_on_devices(
+    run: Callable[..., Any], params: dict[str, Any], inputs: Any, numbers: _Numbers
 ) -> tuple[Any, _Numbers]:
-    params, (first, size) = equation.params, scan_sizes(equation.params)
-    consts, start, xs = inputs[:first], inputs[first:][:size], inputs[first + size :]
-
-    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-        carry, numbers = carry
-        arrays = [*consts, *carry, *xs]
-        outputs, numbers = _run(params["jaxpr"], arrays, numbers, context)
-        return (outputs[:size], numbers), outputs[size:]
-
-    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-    with context_of(equation):
-        (carry, numbers), ys = lax.scan(body, (start, numbers), xs, **settings)
-    return [*carry, *ys], numbers
-
-
-def _while(
-    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
-) -> tuple[Any, _Numbers]:
-    """A `while_loop`, whose condition is not looked into."""
-    params = equation.params
-    first, last = (
-        params["cond_nconsts"],
-        params["cond_nconsts"] + params["body_nconsts"],
-    )
-    condition = core.jaxpr_as_fun(params["cond_jaxpr"])
-
-    def body(carry: Any) -> Any:
-        arrays = [*inputs[first:last], *carry[0]]
-        return _run(params["body_jaxpr"], arrays, carry[1], context)
-
-    with context_of(equation):
-        outputs, numbers = lax.while_loop(
-            lambda carry: condition(*inputs[:first], *carry[0])[0],
-            body,
-            (inputs[last:], numbers),
-        )
-    return outputs, numbers
-
-
-def _cond(
-    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
-) -> tuple[Any, _Numbers]:
-    index, *arrays = inputs
-
-    def branch(program: Any) -> Callable[..., Any]:
-        return lambda arrays, numbers: _run(program, arrays, numbers, context)
-
-    branches = list(map(branch, equation.params["branches"]))
-    with context_of(equation):
-        outputs, numbers = lax.switch(index, branches, arrays, numbers)
-    return outputs, numbers
-
-
-def _shard_map(
-    equation: core.JaxprEqn, inputs: Any, numbers: _Numbers, context: Context
-) -> tuple[Any, _Numbers]:
-    """A `jax.shard_map`. Of the numbers of all devices the largest ones count."""
-    params = equation.params
+    """Evaluates a `jax.shard_map`. Of the numbers of all devices the largest count."""
     # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
     axes = tuple(manual)
 
     def body(arrays: Any, numbers: _Numbers) -> tuple[Any, _Numbers]:
         numbers = {key: vary_over(number, axes) for key, number in numbers.items()}
-        outputs, numbers = _run(params["jaxpr"], arrays, numbers, context)
-        over_devices = {key: lax.pmax(x, axes) for key, x in numbers.items()}
-        return outputs, over_devices
+        outputs, numbers = run(numbers, *arrays)
+        return outputs, {key: lax.pmax(x, axes) for key, x in numbers.items()}
 
-    with context_of(equation):
-        outputs, numbers = jax.shard_map(
-            body,
-            mesh=params["mesh"],
-            in_specs=(list(params["in_specs"]), P()),
-            out_specs=(list(params["out_specs"]), P()),
-            axis_names=set(manual),
-            check_vma=params["check_vma"],
-        )(list(inputs), numbers)
+    outputs, numbers = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=(list(params["in_specs"]), P()),
+        out_specs=(list(params["out_specs"]), P()),
+        axis_names=set(manual),
+        check_vma=params["check_vma"],
+    )(inputs, numbers)
     return outputs, numbers
-
-
-_NESTINGS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

@@ -1,6 +1,8 @@
 """With what is suggested, no product overflows or is less exact than the tolerance."""
 
 import functools
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +160,32 @@ def test_a_fault_that_is_no_product_is_named(fun, primitive):
     operations = trace(loss_fn, KERNELS[:1], X)
     with pytest.raises(ValueError, match=rf"got none\. The first: {primitive} at t"):
         suggest_full_precision(operations)
+
+
+def test_the_product_before_a_decomposition_that_fails_is_suggested():
+    """The matrix is [[1, 1], [1, 1.0001]], which in float16 is singular."""
+
+    def loss_fn(features):
+        with jax.named_scope("layer"):
+            features = features @ jnp.eye(2)
+        with jax.named_scope("matrix"):
+            matrix = features @ features.T
+        return jnp.sum(jnp.linalg.cholesky(matrix))
+
+    features = jnp.array([[1.0, 0.0], [1.0, 0.01]])
+    assert not jnp.isfinite(ols.autocast(loss_fn)(features))
+    names = suggest_full_precision(trace(loss_fn, features))
+    assert names == ["matrix/"]
+    assert jnp.isfinite(ols.autocast(loss_fn, high=names)(features))
+
+
+@pytest.mark.parametrize("has_tqdm", [False, True])
+def test_runs_are_counted_if_tqdm_is_installed(has_tqdm, monkeypatch):
+    module = mock.Mock() if has_tqdm else None
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    assert suggest_full_precision(scoped_operations()) == ["layer1/", "layer2/"]
+    if has_tqdm:
+        assert module.tqdm.return_value.update.call_count == 2
 
 
 def test_nonfinite_arguments_are_no_fault_of_a_product():
