@@ -11,8 +11,9 @@
 import contextlib
 import contextvars
 import difflib
+import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,27 +29,16 @@ from optax_lossscale._types import PyTree
 LEVELS = ("O0", "O1", "O2", "O3")
 
 
-class Left(NamedTuple):
-    """Products that stay as written beside those in `high`, which a search tries out.
-
-    Attributes:
-      scopes: Their scopes, as in `Settings.high`.
-      lines: Their lines, as `user_line` returns them.
-    """
-
-    scopes: tuple[tuple[str, ...], ...] = ()
-    lines: tuple[str, ...] = ()
-
-
-_LEFT: contextvars.ContextVar[Left | None] = contextvars.ContextVar(
-    "left", default=None
+_LEFT: contextvars.ContextVar[Sequence[str]] = contextvars.ContextVar(
+    "left", default=()
 )
+_LINE = re.compile(r":\d+ \(.*\)$")  # As in "model.py:12 (loss_fn)".
 
 
 @contextlib.contextmanager
-def left_in_float32(left: Left) -> Iterator[None]:
-    """Leaves products as written in all calls of `autocast` inside the `with` block."""
-    token = _LEFT.set(left)
+def left_in_float32(names: Sequence[str]) -> Iterator[None]:
+    """Adds names to `high` in all calls of `autocast` inside the `with` block."""
+    token = _LEFT.set(names)
     try:
         yield
     finally:
@@ -61,23 +51,21 @@ class Settings(NamedTuple):
     Attributes:
       dtype: The dtype to which the operands of products are rounded.
       level: `"O0"` to `"O3"`.
-      high: Scopes whose products stay as written, each as the names in its path.
+      high: Scopes and lines whose products stay as written; a scope ends with a slash.
       recompute: Whether loops compute cheap operations again in their backward pass.
       has_float8: Whether products take float8 operands where that is worth it.
       scope: The names of the scopes around the program, if `high` holds any.
       is_backward: Whether the program is a backward rule. Its products are gradients,
         so they are float32 sums.
-      lines: Lines whose products stay as written.
     """
 
     dtype: Any
     level: str
-    high: tuple[tuple[str, ...], ...]
+    high: tuple[str, ...]
     recompute: bool
     has_float8: bool
     scope: tuple[str, ...] = ()
     is_backward: bool = False
-    lines: tuple[str, ...] = ()
 
     @property
     def casts_arguments(self) -> bool:
@@ -86,8 +74,7 @@ class Settings(NamedTuple):
 
     def with_left(self) -> "Settings":
         """The settings with what `left_in_float32` names."""
-        left = _LEFT.get() or Left()
-        return self._replace(high=(*self.high, *left.scopes), lines=left.lines)
+        return self._replace(high=(*self.high, *_LEFT.get()))
 
     def inside(self, equation: core.JaxprEqn) -> "Settings":
         """The settings for the programs that an equation holds."""
@@ -96,28 +83,35 @@ class Settings(NamedTuple):
         return self._replace(scope=(*self.scope, *scope_of(equation)))
 
     def is_high(self, equation: core.JaxprEqn) -> bool:
-        """Whether an equation is in one of the scopes of `high`."""
-        if self.lines:
-            where = user_line(equation) or where_written(equation)
-            if where in self.lines:
-                return True
+        """Whether an equation is in one of the scopes or lines of `high`."""
         if not self.high:
             return False
-        scope = (*self.scope, *scope_of(equation))
-        return any(scope[: len(name)] == name for name in self.high)
+        path = "/".join((*self.scope, *scope_of(equation))) + "/"
+        return any(map(path.startswith, self.high)) or _line_of(equation) in self.high
 
-    def check_scopes(self, scopes: Collection[tuple[str, ...]]) -> None:
-        """Refuses a scope without products; `scopes` are those of all products."""
-        paths = {path[:size] for path in scopes for size in range(1, len(path) + 1)}
-        names = {"/".join(path) + "/" for path in paths}
-        for scope in self.high:
-            name = "/".join(scope) + "/"
-            if name not in names:
+    def check_high(
+        self, products: Iterable[tuple[tuple[str, ...], Sequence[core.JaxprEqn]]]
+    ) -> None:
+        """Refuses a name without products.
+
+        Args:
+          products: For each its scope, and it with the equations that hold it.
+        """
+        names, lines = set[str](), set[str | None]()
+        for path, equations in products:
+            names |= {"/".join(path[: i + 1]) + "/" for i in range(len(path))}
+            lines |= {*map(_line_of, equations)}
+        for name in self.high:
+            if name not in names | lines:
                 raise ValueError(
-                    f"`high` must hold scopes of matrix products or convolutions, got "
+                    "`high` must hold scopes of matrix products or convolutions, got "
                     f"{name!r}.{_did_you_mean(name, names)} The scopes with products "
                     f"are {', '.join(sorted(names)) or 'none'}."
                 )
+
+
+def _line_of(equation: core.JaxprEqn) -> str | None:
+    return user_line(equation) or where_written(equation)
 
 
 def make_settings(
@@ -155,7 +149,7 @@ def make_settings(
             f"`dtype` must be narrower than float32, got {dtype}. (Did you mean "
             "float16?)"
         )
-    return Settings(dtype, level, _scopes_from(high), bool(recompute), has_float8)
+    return Settings(dtype, level, _names_from(high), bool(recompute), has_float8)
 
 
 def _floating_dtype(setting: str, dtype: Any) -> Any:
@@ -165,7 +159,7 @@ def _floating_dtype(setting: str, dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
-def _scopes_from(high: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _names_from(high: Sequence[str]) -> tuple[str, ...]:
     if isinstance(high, str) or not isinstance(high, Iterable):
         hint = f" (Did you mean `high=[{high!r}]`?)" if isinstance(high, str) else ""
         raise TypeError(f"`high` must be a sequence of scopes, got {high!r}.{hint}")
@@ -174,7 +168,7 @@ def _scopes_from(high: Sequence[str]) -> tuple[tuple[str, ...], ...]:
             raise ValueError(
                 f"`high` must hold scopes such as 'Net/Dense_0/', got {name!r}."
             )
-    return tuple(tuple(name.strip("/").split("/")) for name in high)
+    return tuple(x if _LINE.search(x) else x.strip("/") + "/" for x in high)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from optax_lossscale._autocast.modules import (
     with_variables,
 )
 from optax_lossscale._autocast.rewrite import Found, products_of, trace
+from optax_lossscale._named_calls import named_calls
 from optax_lossscale._nnx import leaves_of
 from optax_lossscale._types import PyTree
 
@@ -95,7 +97,7 @@ def autocast(
       dtype: float16, bfloat16 or float8_e4m3fn.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       high: Scopes whose products stay as written, such as `"Net/Dense_0/"`: paths of
-        Linen modules, or names of `jax.named_scope`.
+        modules, or names of `jax.named_scope`. Or lines: `"model.py:12 (loss_fn)"`.
       recompute: Whether loops compute cheap operations again, as said above.
       otherwise: With float8, the dtype of other products: bfloat16 (the default) or
         float16.
@@ -105,7 +107,7 @@ def autocast(
 
     Raises:
       TypeError: If `fun` is not a function, or a dtype is not floating.
-      ValueError: If a setting is unknown; when called, if a scope in `high` has no
+      ValueError: If a setting is unknown; when called, if a name in `high` has no
         product.
 
     Example:
@@ -180,11 +182,13 @@ def _call(
 
 def _call_low(settings: Settings, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Returns `fun(*args)` with low products."""
-    traced = trace(fun, settings, *args)
     calls = calls_of_autocast.get()
-    if settings.high or calls is not None:
+    reads_scopes = bool(settings.high) or calls is not None
+    with named_calls() if reads_scopes else contextlib.nullcontext():
+        traced = trace(fun, settings, *args)
+    if reads_scopes:
         found = list(products_of(traced.program.jaxpr, settings))
-        settings.check_scopes({product.scope for product in found})
+        settings.check_high((x.scope, [*x.calls, x.equation]) for x in found)
         if calls is not None:
             calls.append([(product, settings) for product in found])
     return traced.evaluate(settings.with_left())

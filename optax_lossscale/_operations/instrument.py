@@ -90,12 +90,12 @@ class Instrumenter:
         """An equation that hands the numbers of the one before it to Python."""
         entry = Entry(equation, context)
         self.entries.append(entry)
-        results = [x for x in equation.outvars if is_floating(x)]
-        operands = [x for x in equation.invars if _is_variable(x) and is_floating(x)]
+        results: list[Any] = [x for x in equation.outvars if is_floating(x)]
+        operands: list[Any] = [x for x in equation.invars if is_floating(x)]
         reference = _reference_of(equation, exact)
         apply, atoms = reference or (None, [])
-        atoms_read = [*results, *operands, *filter(_is_variable, atoms)]
-        variables: list[Any] = list(dict.fromkeys(atoms_read))
+        read = filter(_is_variable, [*results, *operands, *atoms])
+        variables: list[Any] = list(dict.fromkeys(read))
 
         def receive(*numbers: Any) -> None:
             with self._lock:
@@ -104,11 +104,13 @@ class Instrumenter:
         @jax.jit
         def statistics(*arrays: jax.Array) -> None:
             values: dict[Any, Any] = dict(zip(variables, arrays, strict=True))
-            outputs, inputs = ([values[x] for x in xs] for xs in (results, operands))
+            outputs, inputs, exact_inputs = (
+                [values[x] if _is_variable(x) else x.val for x in some]
+                for some in (results, operands, atoms)
+            )
             pair = []
             if apply is not None:
-                exact_inputs = [_widened(_value_of(x, values)) for x in atoms]
-                pair = [outputs[0], apply(*exact_inputs)]
+                pair = [outputs[0], apply(*map(_widened, exact_inputs))]
             if self._on_device:
                 jax.debug.callback(receive, *_measure(jnp, outputs, inputs, pair))
             else:
@@ -143,10 +145,6 @@ def holds_programs(equation: core.JaxprEqn) -> bool:
     return primitive.name not in KERNELS and any(True for _ in programs_of(equation))
 
 
-def _value_of(atom: Any, values: dict[Any, Any]) -> Any:
-    return values[atom] if _is_variable(atom) else atom.val
-
-
 def _is_variable(atom: Any) -> bool:
     return isinstance(atom, core.Var)
 
@@ -170,7 +168,7 @@ def _reference_of(
     else:
         return None
     # Operations on bits, for example, cannot run in float32.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(TypeError, ValueError, NotImplementedError):
         shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
         shape = jax.eval_shape(lambda *xs: apply(*map(_widened, xs)), *shapes)
         if shape.shape == result.aval.shape and shape.dtype == FLOAT32:
@@ -180,11 +178,18 @@ def _reference_of(
 
 def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
     """The result of an operation with float32 in the place of each narrow dtype."""
-    params = {
-        name: FLOAT32 if isinstance(x, np.dtype) and is_narrow(x) else x
-        for name, x in equation.params.items()
-    }
+    params = {name: _wide_parameter(x) for name, x in equation.params.items()}
     return bind(equation.primitive, operands, params)[0]
+
+
+def _wide_parameter(parameter: Any) -> Any:
+    if isinstance(parameter, core.Jaxpr):  # The sum of two numbers, in a scatter.
+        return _wide_parameter(core.ClosedJaxpr(parameter, ())).jaxpr
+    if isinstance(parameter, core.ClosedJaxpr):
+        wide = [_widened(np.zeros(x.shape, x.dtype)) for x in parameter.in_avals]
+        return jax.make_jaxpr(core.jaxpr_as_fun(parameter))(*wide)
+    is_dtype = isinstance(parameter, np.dtype)
+    return FLOAT32 if is_dtype and is_narrow(parameter) else parameter
 
 
 def _widened(array: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._jaxprs import bind
-from optax_lossscale._operations.context import Context, is_narrow
+from optax_lossscale._operations.context import Context, is_floating, is_narrow
 
 
 class Operation(NamedTuple):
@@ -84,7 +84,7 @@ class Run(NamedTuple):
     Attributes:
       results: For each floating result its largest and smallest magnitude, NaN if an
         entry is, and how many entries are not finite.
-      operands: The same for each floating operand.
+      operands: The same for each floating operand, literals included.
       exact: The largest magnitude of the result in float32, the share of its nonzero
         entries that are zero in the result, and the error; else empty.
     """
@@ -222,20 +222,21 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
 
 
 def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
-    """Whether an operation on numbers is not finite where its operands have zeros."""
+    """Whether an operation on ones is finite, but not if zero stands for some."""
     rows = iter(run.operands)
-    numbers = []
+    ones: list[Any] = []
+    zeros: list[Any] = []
     atoms: Sequence[Any] = equation.invars
     for atom in atoms:
-        if isinstance(atom, core.Literal):
-            numbers.append(jnp.asarray(atom.val))
-        else:
-            has_zero = next(rows, [1.0, 1.0])[1] == 0
-            numbers.append(jnp.asarray(0 if has_zero else 1, atom.aval.dtype))
+        has_zero = is_floating(atom) and next(rows)[1] == 0
+        is_constant = isinstance(atom, core.Literal) and not has_zero
+        ones.append(atom.val if is_constant else jnp.ones((), atom.aval.dtype))
+        zeros.append(jnp.zeros_like(ones[-1]) if has_zero else ones[-1])
     # Only elementwise operations take numbers in place of arrays.
-    with contextlib.suppress(Exception):
-        (result,) = bind(equation.primitive, numbers, equation.params)
-        return not bool(jnp.isfinite(result))
+    with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+        results = [bind(equation.primitive, x, equation.params) for x in (zeros, ones)]
+        at_zero, at_one = (bool(jnp.isfinite(result)) for (result,) in results)
+        return at_one and not at_zero
     return False
 
 

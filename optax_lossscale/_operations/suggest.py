@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
 
-from optax_lossscale._autocast.levels import Left
 from optax_lossscale._autocast.products import PRODUCTS
 from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import Operation, first_nonfinite
@@ -33,11 +32,13 @@ def suggest_full_precision(
     run again after each choice. After two seconds a progress bar counts the runs, if
     tqdm is installed.
 
-    * A name with a slash at its end is a scope: pass it to `autocast(fun, high=...)`.
-      It holds all products of that module or `jax.named_scope`.
+    * A name with a slash at its end is a scope. It stands for all products of that
+      module or `jax.named_scope`.
     * Any other name is the line of a product that is in no scope, such as
-      `"model.py:12 (loss_fn)"`. Wrap what that line calls in `full_precision`, or put
-      it into a `jax.named_scope`, and pass the name of that to `high`.
+      `"model.py:12 (loss_fn)"`. It changes when you edit the file. To keep it, put the
+      line into a `jax.named_scope`, or what it calls into `full_precision`.
+
+    Pass them to `autocast(fun, high=...)`.
 
     Args:
       operations: What `trace_operations` returned.
@@ -75,9 +76,10 @@ def suggest_full_precision(
         )
     if not check_number("tolerance", tolerance, 0.0):
         raise ValueError(f"`tolerance` must be positive, got {tolerance}.")
-    search = _Search(operations, tolerance)
-    while new := search.faults():
-        search.leave_in_float32(new)
+    with _progress() as count:
+        search = _Search(operations, tolerance, count)
+        while new := search.faults():
+            search.leave_in_float32(new)
     return search.chosen
 
 
@@ -88,10 +90,12 @@ class _Search:
       chosen: Their scopes and lines, sorted.
     """
 
-    def __init__(self, operations: Operations, tolerance: float) -> None:
+    def __init__(
+        self, operations: Operations, tolerance: float, count: Callable[[], object]
+    ) -> None:
         self.chosen: list[str] = []
         self._operations, self._tolerance = operations, tolerance
-        self._run_again, self._count = operations.run_again, _progress()
+        self._run_again, self._count = operations.run_again, count
         # JAX forgets some scopes in the backward pass of a loop; then the line tells.
         forward = [x for x in operations if _is_product(x) and not x.is_backward]
         self._scopes = {x.scope: x.scope for x in forward}
@@ -140,10 +144,7 @@ class _Search:
         return self._run(map(self._name_of, products)).are_results_finite
 
     def _run(self, names: Iterable[str]) -> Operations:
-        names = [*names]
-        scopes = [tuple(x[:-1].split("/")) for x in names if x.endswith("/")]
-        lines = [x for x in names if not x.endswith("/")]
-        operations = self._run_again(Left(tuple(scopes), tuple(lines)))
+        operations = self._run_again([*names])
         self._count()
         return operations
 
@@ -157,7 +158,10 @@ class _Search:
         first = first_nonfinite(self._operations)
         if first is None:
             return "NaN or infinity is in the arguments."
-        return f"The first: {describe(first)}"
+        return (
+            f"The first: {describe(first)} (With all products in float32 there is NaN "
+            "or infinity, too: mend that line.)"
+        )
 
 
 _NO_PRODUCT = "`operations` must have a fault that `autocast` made, got none. "
@@ -179,11 +183,13 @@ def _complaint(fault: Operation) -> str:
     )
 
 
-def _progress() -> Callable[[], object]:
-    """Returns what counts a run, in a bar after two seconds if tqdm is installed."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[], object]]:
+    """Yields what counts a run, in a bar after two seconds if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return lambda: None
-    bar = tqdm(desc="suggest_full_precision", unit="run", delay=2, leave=False)
-    return cast(Callable[[], object], bar.update)
+        yield lambda: None
+        return
+    with tqdm(desc="suggest_full_precision", unit="run", delay=2, leave=False) as bar:
+        yield bar.update

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from optax_lossscale._autocast.levels import Left, left_in_float32
+from optax_lossscale._autocast.levels import left_in_float32
 from optax_lossscale._autocast.modules import (
     as_partial,
     call_partial,
@@ -23,13 +23,13 @@ from optax_lossscale._autocast.transform import autocast, calls_of_autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._jaxprs import file_name, trace_anew
+from optax_lossscale._named_calls import named_calls
 from optax_lossscale._nnx import modules_of
 from optax_lossscale._operations.context import Context
 from optax_lossscale._operations.instrument import (
     Instrumenter,
     runs_on_several_devices,
 )
-from optax_lossscale._operations.named_calls import named_calls
 from optax_lossscale._operations.operation import Entry, Operation, operations_of
 from optax_lossscale._rules import static_loss_scale
 from optax_lossscale._tree import is_floating
@@ -41,14 +41,14 @@ class Operations(list[Operation]):
 
     Attributes:
       are_results_finite: Whether the results and the gradients are finite.
-      run_again: Runs the program again, with some products left in float32.
+      run_again: Runs the program again, with the products that are named in float32.
     """
 
     def __init__(
         self,
         operations: Iterable[Operation],
         are_results_finite: bool,
-        run_again: Callable[[Left], Operations],
+        run_again: Callable[[Sequence[str]], Operations],
     ) -> None:
         super().__init__(operations)
         self.are_results_finite, self.run_again = are_results_finite, run_again
@@ -88,7 +88,7 @@ def trace_operations(
     * *In float32* each operation in fewer than 32 bits is computed too, from the same
       operands before `autocast` rounded them. So `error` and `underflow` are what this
       one operation loses.
-    * *Cost.* It takes two to three times as long as to compile the gradient alone, more
+    * *Cost.* It takes three to four times as long as to compile the gradient, and more
       on several devices. Each result is copied to the host for its statistics.
 
     Args:
@@ -141,12 +141,12 @@ def trace_operations(
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
 
-    def trace(fun: Callable[..., Any], left: Left) -> _Program:
+    def trace(fun: Callable[..., Any], left: Sequence[str]) -> _Program:
         grad_fun = _with_gradients(fun, argnums)
         with named_calls(), left_in_float32(left), trace_anew():
             return _trace(grad_fun, (jnp.float32(loss_scale), *args))
 
-    def run(left: Left) -> Operations:
+    def run(left: Sequence[str]) -> Operations:
         entries, results = _run(trace(cast_fun, left), context)
         operations = operations_of(entries, loss_scale)
         are_finite = all(np.isfinite(x).all() for x in results if is_floating(x))
@@ -155,12 +155,12 @@ def trace_operations(
     cast_fun = autocast(fun, dtype, level=level)
     token = calls_of_autocast.set([])
     try:
-        trace(cast_fun, Left())
+        trace(cast_fun, [])
         if len(calls_of_autocast.get() or []) > 1:  # `fun` calls `autocast`, too.
             cast_fun = fun
     finally:
         calls_of_autocast.reset(token)
-    return run(Left())
+    return run([])
 
 
 def _run(program: _Program, context: Context) -> tuple[list[Entry], list[Any]]:

@@ -17,8 +17,8 @@ from jax.tree_util import Partial
 from optax_lossscale._autocast.modules import call_with_states, partition
 from optax_lossscale._finite import vary_over
 from optax_lossscale._jaxprs import bind, context_of, programs_of, scan_sizes
+from optax_lossscale._named_calls import named_calls
 from optax_lossscale._operations.context import Context, is_floating, is_narrow
-from optax_lossscale._operations.named_calls import named_calls
 from optax_lossscale._types import PyTree
 
 # For each scope and kind of number, the largest number until now.
@@ -51,7 +51,8 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
     Returns:
       A function with the arguments of `fun` that returns a pair: the results of `fun`,
       and a dict. Its keys are the scopes that hold such results, as `"Net/Dense_0"`,
-      each a module or a `jax.named_scope`; `""` stands for what is in none. Its values
+      each a module or a `jax.named_scope`; `""` stands for what is in none. (`jax.jit`
+      sorts them; `first_nonfinite` says which layer was infinite first.) Its values
       are dicts of up to four `f32[]`; those of a pass without such results are missing:
 
       * `largest`: the largest magnitude, infinite if an entry is NaN or infinite;

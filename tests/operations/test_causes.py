@@ -42,6 +42,10 @@ def square(x):
     return jnp.sum((x * 1e30) ** 2)  # fault
 
 
+def inverse_error_function(x):
+    return jnp.sum(jax.scipy.special.erfinv(x[:, 1:]))  # fault
+
+
 def difference(x):
     masked = jnp.where(x < 5, -jnp.inf, x)
     return jnp.sum(masked - jnp.max(masked))  # fault
@@ -69,6 +73,8 @@ CAUSES = [
     (root, "sqrt", FINITE),
     (exponential, "exp", "An operand was too large: up to 200."),
     (square, ("square", "integer_pow"), "An operand was too large: up to 2e+30."),
+    # Infinite at one, and NaN beyond.
+    (inverse_error_function, "erf_inv", FINITE),
     (difference, "sub", "An operand was infinite, and the result is NaN."),
     # 200 * (300 + 600) is 180000.
     (product, "dot_general", "In float32 its largest entry is 1.8e+05, beyond 65504, "),
@@ -129,9 +135,13 @@ def test_nonfinite_arguments_are_received():
     assert first_nonfinite(operations) is None
 
 
-def test_masks_that_a_program_writes_are_not_made():
+@pytest.mark.parametrize(
+    "mask",
+    [lambda x: jnp.where(x > 0.7, x, -jnp.inf), lambda x: jnp.exp(x - jnp.inf)],
+)
+def test_infinities_that_a_program_writes_are_not_made(mask):
     def fun(x):
-        return jnp.sum(jax.nn.softmax(jnp.where(x > 0.7, x, -jnp.inf), axis=-1))
+        return jnp.sum(jax.nn.softmax(mask(x), axis=-1))
 
     operations = trace_operations(fun, X)
     assert any(x.nonfinite for x in operations)

@@ -4,13 +4,15 @@ import functools
 import sys
 from unittest import mock
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 import optax_lossscale as ols
+from helpers.modules import LIST
 from helpers.places import place_of
 from optax_lossscale.diagnostics import suggest_full_precision, trace_operations
 
@@ -79,13 +81,7 @@ def test_without_scopes_lines_are_suggested():
 
     names = suggest_full_precision(trace(loss_fn, KERNELS, X))
     assert names == [place_of(loss_fn, name) for name in ("too large", "too small")]
-
-    def mended(weights, x):
-        a, b, c, _ = weights
-        dot = ols.full_precision(jnp.dot)
-        return jnp.mean(dot(dot(x @ a, b), c))
-
-    assert error_of(mended, KERNELS) < 0.01
+    assert error_of(loss_fn, KERNELS, high=names) < 0.01
 
 
 def test_products_of_one_jitted_function_are_told_apart_by_scope():
@@ -131,6 +127,55 @@ def test_modules_are_suggested_by_their_paths():
     names = suggest_full_precision(trace(loss_fn, params, X))
     assert names == ["Net/Dense_1/", "Net/Dense_2/"]
     assert error_of(loss_fn, params, high=names) < 0.01
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, kernels):
+        make = functools.partial(nnx.Linear, 4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.layers = LIST([make() for _ in kernels])
+        for layer, kernel in zip(self.layers, kernels, strict=True):
+            layer.kernel = nnx.Param(kernel)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class EquinoxNet(eqx.Module):
+    layers: list
+
+    def __init__(self, kernels):
+        make = functools.partial(eqx.nn.Linear, 4, 4, use_bias=False)
+        self.layers = [
+            eqx.tree_at(lambda x: x.weight, make(key=jax.random.key(0)), kernel.T)
+            for kernel in kernels
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("net", "call", "jit", "inner"),
+    [
+        (NnxNet, lambda net, x: net(x), nnx.jit, ""),
+        (EquinoxNet, lambda net, x: jax.vmap(net)(x), eqx.filter_jit, "eqx.nn.Linear/"),
+    ],
+)
+def test_modules_without_names_of_their_own_are_suggested_by_their_paths(
+    net, call, jit, inner
+):
+    loss_fn = lambda net, x: jnp.mean(call(net, x))  # noqa: E731
+    names = suggest_full_precision(trace(loss_fn, net(KERNELS), X))
+    paths = [f"{net.__name__}/layers/{i}/{inner}" for i in (1, 2)]
+    assert names == paths
+    assert not jnp.isfinite(jit(ols.autocast(loss_fn))(net(KERNELS), X))
+    mended = jit(ols.autocast(loss_fn, high=names))
+    exact = loss_fn(net(KERNELS), X)
+    np.testing.assert_allclose(mended(net(KERNELS), X), exact, rtol=0.01)
 
 
 def test_a_function_under_autocast_is_run_again_with_its_own_settings():
@@ -181,11 +226,12 @@ def test_the_product_before_a_decomposition_that_fails_is_suggested():
 
 @pytest.mark.parametrize("has_tqdm", [False, True])
 def test_runs_are_counted_if_tqdm_is_installed(has_tqdm, monkeypatch):
-    module = mock.Mock() if has_tqdm else None
+    module = mock.MagicMock() if has_tqdm else None
     monkeypatch.setitem(sys.modules, "tqdm", module)
     assert suggest_full_precision(scoped_operations()) == ["layer1/", "layer2/"]
     if has_tqdm:
-        assert module.tqdm.return_value.update.call_count == 2
+        bar = module.tqdm.return_value.__enter__.return_value
+        assert bar.update.call_count == 2
 
 
 def test_nonfinite_arguments_are_no_fault_of_a_product():

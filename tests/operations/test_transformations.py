@@ -325,6 +325,18 @@ def test_a_scatter_and_what_is_only_printed_are_traced(capfd):
     assert capfd.readouterr().out.count("mean") == 1
 
 
+def test_a_lookup_in_a_table_of_float16_is_traced():
+    """Its gradient is a `scatter-add`, which holds a sum of two float16 numbers."""
+
+    def fun(table):
+        return jnp.sum(table[jnp.zeros(4, jnp.int32)].astype(jnp.float32)) * 20_000
+
+    table = jnp.ones((3, 2), jnp.float16)
+    first = first_nonfinite(trace_operations(fun, table, level="O0"))
+    assert (first.primitive, first.is_backward) == ("scatter-add", True)
+    assert first.float32_largest == 80_000
+
+
 def test_a_callback_that_computes_is_listed():
     def fun(x):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)

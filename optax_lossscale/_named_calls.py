@@ -17,12 +17,14 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._jax_internals import UserContext
 from optax_lossscale._nnx import flax_nnx, is_module, is_variable
 
 # The modules whose calls are running; None where calls are not named.
 _RUNNING: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
     "running", default=None
 )
+_NAMED = UserContext("named")  # So that JAX does not reuse what has no names.
 _LOCK = threading.RLock()  # One thread at a time may change the classes.
 _MOST_NESTED = 4  # Of lists and dicts in which a module may stand.
 
@@ -33,7 +35,7 @@ def named_calls() -> Iterator[None]:
     if _RUNNING.get() is not None:
         yield
         return
-    with _LOCK:
+    with _LOCK, _NAMED.set(True):
         originals = {kind: vars(kind)["__call__"] for kind in _classes()}
         token = _RUNNING.set(())
         try:
