@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -131,10 +132,31 @@ def equations_of(program: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprE
 
 def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """Yields the programs that an equation holds."""
-    for leaf in jax.tree.leaves(list(equation.params.values())):
-        program = getattr(leaf, "jaxpr", leaf)
-        if isinstance(program, core.Jaxpr):
-            yield program
+    for parameter in equation.params.values():
+        for program in _programs_in(parameter):
+            yield getattr(program, "jaxpr", program)
+
+
+def with_programs(parameter: Any, change: Callable[[Any], Any]) -> Any:
+    """A parameter of an equation with changed programs; itself if none changes."""
+    programs = _programs_in(parameter)
+    changed = [*map(change, programs)]
+    if all(map(operator.is_, programs, changed)):
+        return parameter
+    new = iter(changed)
+    return jax.tree.map(lambda _: next(new), parameter)
+
+
+def _programs_in(parameter: Any) -> list[Any]:
+    """The programs in a parameter that is one, or that holds nothing else.
+
+    What a library keeps beside settings of its own is its own: Equinox compares such
+    programs with copies, which are not in the equation.
+    """
+    is_several = isinstance(parameter, tuple | list)
+    programs = [x for x in parameter if x is not None] if is_several else [parameter]
+    are_programs = (isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in programs)
+    return programs if all(are_programs) else []
 
 
 def flagged_variables(atoms: Sequence[Any], flags: Sequence[bool]) -> set[core.Var]:

@@ -55,8 +55,6 @@ class Settings(NamedTuple):
       recompute: Whether loops compute cheap operations again in their backward pass.
       has_float8: Whether products take float8 operands where that is worth it.
       scope: The names of the scopes around the program, if `high` holds any.
-      is_backward: Whether the program is a backward rule. Its products are gradients,
-        so they are float32 sums.
     """
 
     dtype: Any
@@ -65,7 +63,6 @@ class Settings(NamedTuple):
     recompute: bool
     has_float8: bool
     scope: tuple[str, ...] = ()
-    is_backward: bool = False
 
     @property
     def casts_arguments(self) -> bool:

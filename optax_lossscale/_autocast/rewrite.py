@@ -40,7 +40,7 @@ from optax_lossscale._jax_internals import (
     pvary_p,
     with_changed_result,
 )
-from optax_lossscale._jaxprs import aval_of, bind, programs_of, scope_of
+from optax_lossscale._jaxprs import aval_of, bind, programs_of, scope_of, with_programs
 from optax_lossscale._types import PyTree
 
 _DEFAULT_PRECISIONS = (
@@ -143,9 +143,6 @@ def _equations_for(
         return [equation]
     is_float8 = settings.has_float8 and reason_not_float8(equation) is None
     low, out = settings.dtype, aval_of(equation.outvars[0])
-    if settings.is_backward:
-        params = {"product": product_of(equation, low, FLOAT32)}
-        return [equation.replace(primitive=low_product_p, params=params)]
     product = product_of(equation, low, low, OF_VALUES if is_float8 else None)
     result = core.Var(out.update(dtype=low, weak_type=False))
     params = {"new_dtype": FLOAT32, "weak_type": out.weak_type, "sharding": None}
@@ -168,19 +165,8 @@ def _with_low_products(
         settings = settings._replace(has_float8=False)
         change = _low_traced_rule if name in TRACED_RULES else _low_backward_rule
         return with_changed_result(param, functools.partial(change, settings))
-    leaves, structure = jax.tree.flatten(param)  # A tuple of branches, for example.
-
-    def low(leaf: Any) -> Any:
-        is_program = isinstance(leaf, core.Jaxpr | core.ClosedJaxpr)
-        is_loop = primitive is primitives.scan_p
-        return rewrite(leaf, settings, is_loop=is_loop) if is_program else leaf
-
-    low_leaves = list(map(low, leaves))
-    return (
-        param
-        if _are_same(leaves, low_leaves)
-        else jax.tree.unflatten(structure, low_leaves)
-    )
+    is_loop = primitive is primitives.scan_p
+    return with_programs(param, lambda x: rewrite(x, settings, is_loop=is_loop))
 
 
 def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
@@ -195,8 +181,11 @@ def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
 
 
 def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
-    """The backward rule of a `jax.custom_vjp`, which is traced when it is called."""
-    settings = settings._replace(is_backward=True)
+    """The backward rule of a `jax.custom_vjp`, which is traced when it is called.
+
+    It may compute the forward pass again, as in Equinox's checkpointed loops, and then
+    needs the same numbers. So its products are rounded like those of that pass.
+    """
     return lambda *args: trace(rule, settings, *args).evaluate(settings)
 
 

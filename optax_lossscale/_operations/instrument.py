@@ -21,7 +21,7 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.products import FLOAT32, low_product_p
 from optax_lossscale._jax_internals import KERNELS
-from optax_lossscale._jaxprs import bind, equations_of, programs_of
+from optax_lossscale._jaxprs import bind, equations_of, programs_of, with_programs
 from optax_lossscale._operations.context import Context, is_floating, is_narrow
 from optax_lossscale._operations.operation import Entry, Run
 
@@ -73,14 +73,12 @@ class Instrumenter:
             self._loops += 1
         effects = set(equation.effects)
 
-        def change(leaf: Any) -> Any:
-            if not isinstance(leaf, core.Jaxpr | core.ClosedJaxpr):
-                return leaf
-            changed = self.instrument(leaf, context)
+        def change(program: Any) -> Any:
+            changed = self.instrument(program, context)
             effects.update(changed.effects)
             return changed
 
-        params = jax.tree.map(change, equation.params)
+        params = {x: with_programs(y, change) for x, y in equation.params.items()}
         changed: core.JaxprEqn = equation.replace(params=params, effects=effects)
         return changed
 

@@ -8,9 +8,11 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import core
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7
@@ -149,3 +151,15 @@ def test_programs_are_forgotten_with_the_functions_that_they_belong_to():
     jax.clear_caches()
     gc.collect()
     assert reference() is None
+
+
+def test_programs_beside_other_settings_of_a_primitive_are_its_own():
+    """Equinox, Lineax and Optimistix compare them with copies that they keep."""
+    program = jax.make_jaxpr(lambda x: x @ W)(X)
+    primitive = core.Primitive("solve")
+    primitive.def_impl(lambda x, settings: core.jaxpr_as_fun(settings[0])(x)[0])
+    primitive.def_abstract_eval(lambda x, settings: program.out_avals[0])
+    fun = ols.autocast(lambda x: primitive.bind(x, settings=(program, "name")))
+    (equation,) = jax.make_jaxpr(fun)(X).eqns
+    assert equation.params["settings"][0] is program
+    np.testing.assert_array_equal(fun(X), X @ W)
