@@ -20,7 +20,8 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep
 # Scopes that JAX adds in checkpoints, and those of markers for autocast.
-_NOT_SHOWN = ("checkpoint", "rematted_computation", "optax_lossscale.")
+_NOT_SHOWN = ("checkpoint", "rematted_computation")
+_MARKER = "optax_lossscale."
 _SERIALS = itertools.count()
 
 
@@ -74,7 +75,8 @@ def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
         del scopes[half:]  # JAX writes them twice in the backward pass of a loop.
     path = "/".join(scopes)
     names = path.split("/") if path else []
-    return tuple(name for name in names if not name.startswith(_NOT_SHOWN))
+    shown = (name for name in names if name not in _NOT_SHOWN)
+    return tuple(name for name in shown if not name.startswith(_MARKER))
 
 
 def where_written(equation: core.JaxprEqn) -> str | None:

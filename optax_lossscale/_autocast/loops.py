@@ -15,9 +15,9 @@ from optax_lossscale._autocast.products import PRODUCTS, low_product_p
 from optax_lossscale._jax_internals import NEWER_ELEMENTWISE, pvary_p, remat_p, split_p
 from optax_lossscale._jaxprs import equations_of
 
-_CHEAP = frozenset(
+# One entry of the result takes one entry of each operand.
+ELEMENTWISE = frozenset(
     {
-        # One entry of the result takes one entry of each operand.
         *(p.abs_p, p.acos_p, p.acosh_p, p.add_jaxvals_p, p.add_p, p.and_p, p.asin_p),
         *(p.asinh_p, p.atan2_p, p.atan_p, p.atanh_p, p.bitcast_convert_type_p),
         *(p.cbrt_p, p.ceil_p, p.clamp_p, p.complex_p, p.conj_p),
@@ -30,6 +30,10 @@ _CHEAP = frozenset(
         *(p.shift_right_logical_p, p.sign_p, p.sin_p, p.sinh_p, p.sqrt_p, p.square_p),
         *(p.stop_gradient_p, p.sub_p, p.tan_p, p.tanh_p, p.xor_p),
         *NEWER_ELEMENTWISE,
+    }
+)
+_CHEAP = ELEMENTWISE.union(
+    {
         # Moves, and what makes entries from nothing.
         *(p.broadcast_in_dim_p, p.concatenate_p, p.copy_p, p.dynamic_slice_p),
         *(p.dynamic_update_slice_p, p.gather_p, p.iota_p, p.pad_p, p.reshape_p),

@@ -44,7 +44,7 @@ class Instrumenter:
         it whole arrays can wait forever.
         """
         self.entries: list[Entry] = []
-        self._on_device, self._loops = on_device, 0
+        self._on_device, self._loops, self._runs = on_device, 0, 0
         self._lock = threading.Lock()  # Several devices call at once.
 
     def instrument(self, program: Any, context: Context) -> Any:
@@ -96,8 +96,10 @@ class Instrumenter:
         variables: list[Any] = list(dict.fromkeys(read))
 
         def receive(*numbers: Any) -> None:
+            run = Run(*jax.tree.map(lambda x: np.asarray(x).tolist(), numbers))
             with self._lock:
-                entry.add(Run(*jax.tree.map(lambda x: np.asarray(x).tolist(), numbers)))
+                entry.add(run, self._runs)
+                self._runs += 1
 
         @jax.jit
         def statistics(*arrays: jax.Array) -> None:
@@ -205,7 +207,8 @@ def _measure(xp: Any, results: Any, operands: Any, pair: Any) -> tuple[Any, Any,
 
 def _magnitudes_of(xp: Any, array: Any) -> Any:
     magnitudes = xp.abs(_flat(xp, array))
-    nonfinite = xp.sum(~xp.isfinite(magnitudes), dtype=magnitudes.dtype)
+    is_finite = xp.all(xp.isfinite(magnitudes), axis=0)
+    nonfinite = xp.sum(~is_finite, dtype=magnitudes.dtype)
     largest = xp.max(magnitudes, initial=0)
     return xp.stack([largest, xp.min(magnitudes, initial=xp.inf), nonfinite])
 
@@ -224,8 +227,8 @@ def _compare(xp: Any, array: Any, reference: Any) -> Any:
 
 
 def _flat(xp: Any, array: Any) -> Any:
-    """An array in the widest dtype in use, with the parts of a complex one apart."""
+    """One or two arrays in the widest dtype in use: the parts of a complex one."""
     array, wide = xp.asarray(array), jnp.result_type(float)
-    if not jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return array.astype(wide)
-    return xp.stack([array.real.astype(wide), array.imag.astype(wide)])
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    parts = [array.real, array.imag] if is_complex else [array]
+    return xp.stack([part.astype(wide) for part in parts])

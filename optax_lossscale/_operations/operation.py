@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -11,10 +10,14 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.core import primitives
 
+from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._jaxprs import bind
 from optax_lossscale._operations.context import Context, is_floating, is_narrow
+
+_SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
 
 
 class Operation(NamedTuple):
@@ -52,6 +55,8 @@ class Operation(NamedTuple):
         None outside of loops.
       iteration: How often it had run before it first made a nonfinite number; None if
         it made none, or is not in a loop.
+      order: How many results of the whole program came before that one; None if it
+        made none.
     """
 
     primitive: str
@@ -71,6 +76,7 @@ class Operation(NamedTuple):
     error: float
     loop: int | None
     iteration: int | None
+    order: int | None = None
 
     @property
     def overflows_only_scaled(self) -> bool:
@@ -104,6 +110,7 @@ class Entry:
       worst: Its numbers, by the names of the fields of `Operation`.
       first: The run that made the first nonfinite numbers.
       iteration: How many runs there were before that one.
+      order: How many runs of all operations there were before that one.
     """
 
     def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
@@ -111,9 +118,10 @@ class Entry:
         self.runs, self.worst = 0, dict[str, float]()
         self.first: Run | None = None
         self.iteration: int | None = None
+        self.order: int | None = None
 
-    def add(self, run: Run) -> None:
-        """Counts one more run."""
+    def add(self, run: Run, order: int) -> None:
+        """Counts one more run. `order` counts the runs of all operations before it."""
         largest = _largest_of(run.results)
         exact, underflow, error = run.exact or (largest, 0.0, 0.0)
         if not math.isfinite(exact):  # Then nothing was lost by rounding.
@@ -128,7 +136,7 @@ class Entry:
             "error": math.inf if math.isnan(error) else error,
         }
         if numbers["made_nonfinite"] and self.first is None:
-            self.first, self.iteration = run, self.runs
+            self.first, self.iteration, self.order = run, self.runs, order
         self.runs += 1
         self.worst = {x: max(n, self.worst.get(x, 0.0)) for x, n in numbers.items()}
 
@@ -156,6 +164,7 @@ class Entry:
             unscaled_headroom_bits=headroom + scale_bits,
             loop=context.loop,
             iteration=None if context.loop is None else self.iteration,
+            order=self.order,
             **numbers,
         )
 
@@ -214,7 +223,9 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
         if run.exact[0] <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
         return f"{in_float32}, beyond {top:g}, the largest number of {low}."
-    if _is_nonfinite_at_zero(equation, run):
+    if equation.primitive in _SOLVERS:
+        return "The matrix was singular, or nearly so."
+    if equation.primitive in ELEMENTWISE and _is_nonfinite_at_zero(equation, run):
         return "An operand was zero."
     if any(math.isnan(row[0]) for row in run.results):
         return "It is not defined for its operands, which were finite."
@@ -222,7 +233,10 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
 
 
 def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
-    """Whether an operation on ones is finite, but not if zero stands for some."""
+    """Whether an operation on ones is finite, but not if zero stands for some.
+
+    It takes one entry of each operand for each entry of its result.
+    """
     rows = iter(run.operands)
     ones: list[Any] = []
     zeros: list[Any] = []
@@ -232,12 +246,9 @@ def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
         is_constant = isinstance(atom, core.Literal) and not has_zero
         ones.append(atom.val if is_constant else jnp.ones((), atom.aval.dtype))
         zeros.append(jnp.zeros_like(ones[-1]) if has_zero else ones[-1])
-    # Only elementwise operations take numbers in place of arrays.
-    with contextlib.suppress(TypeError, ValueError, NotImplementedError):
-        results = [bind(equation.primitive, x, equation.params) for x in (zeros, ones)]
-        at_zero, at_one = (bool(jnp.isfinite(result)) for (result,) in results)
-        return at_one and not at_zero
-    return False
+    results = [bind(equation.primitive, x, equation.params) for x in (zeros, ones)]
+    at_zero, at_one = (bool(jnp.isfinite(result)) for (result,) in results)
+    return at_one and not at_zero
 
 
 def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
@@ -269,17 +280,11 @@ def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
       'In float32 its largest entry is 1.8e+05, beyond 65504, the largest number ...'
     """
     operations = list(operations)
+    made: list[tuple[bool, int, int, int]] = []
     starts: dict[int, int] = {}  # Of each loop, the place of its first operation.
-    for place, operation in enumerate(operations):
-        if operation.loop is not None:
-            starts.setdefault(operation.loop, place)
-    made = [
-        (x.is_backward, starts.get(_loop_of(x), place), x.iteration or 0, place)
-        for place, x in enumerate(operations)
-        if x.made_nonfinite
-    ]
+    for place, x in enumerate(operations):
+        start = place if x.loop is None else starts.setdefault(x.loop, place)
+        if x.made_nonfinite:  # In a loop, time tells which was first.
+            order = 0 if x.loop is None else x.order or 0
+            made.append((x.is_backward, start, order, place))
     return operations[min(made)[-1]] if made else None
-
-
-def _loop_of(operation: Operation) -> int:
-    return -1 if operation.loop is None else operation.loop

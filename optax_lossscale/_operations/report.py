@@ -95,7 +95,7 @@ def describe(operation: Operation) -> str:
     size = math.prod(operation.shape)
     entries = f"{operation.made_nonfinite} of {size} entries"
     if operation.iteration is not None:
-        entries += f", first in iteration {operation.iteration} of its loop"
+        entries += f", first after {operation.iteration} runs"
     is_cast = operation.primitive == "convert_element_type"
     name = "convert_element_type (a cast)" if is_cast else operation.primitive
     what = f"{name} at {operation.where}{scope}, {which} pass: {entries}."

@@ -112,23 +112,25 @@ class _Search:
         Raises:
           ValueError: If that would change nothing.
         """
-        faults = [
-            x
-            for x in self._operations
-            if x.error > self._tolerance and x.where in self._lines and _is_rounded(x)
-        ]
-        if self._operations.are_results_finite:
-            names = [self._name_of(x) for x in faults]
-            if names and {*names} <= {*self.chosen}:
-                raise ValueError(_NO_PRODUCT + _complaint(faults[0]))
-            return names
-        if (nonfinite := first_nonfinite(faults)) is not None:
-            names = [self._name_of(nonfinite)]
+        is_finite = self._operations.are_results_finite
+        faults = [x for x in self._operations if x.error > self._tolerance]
+        products = [x for x in faults if _is_product(x)]
+        # JAX moves some casts of operands out of a loop.
+        casts = [x for x in faults if x.where in self._lines and _is_cast(x)]
+        if is_finite:
+            casts = [x for x in casts if not x.nonfinite]
+            names = [self._name_of(x) for x in (*products, *casts)]
+        elif first := [x for x in (*products, *casts) if x.nonfinite]:
+            names = [self._name_of(first[0])]
         else:
             names = self._names_before(first_nonfinite(self._operations))
-        if {*names} <= {*self.chosen}:
+        if not {*names} <= {*self.chosen}:
+            return names
+        if not is_finite:
             raise ValueError(_NO_PRODUCT + self._what_is_wrong())
-        return names
+        if products:
+            raise ValueError(_NO_PRODUCT + _complaint(products[0]))
+        return []
 
     def _names_before(self, first: Operation | None) -> list[str]:
         """The last product before an operation that is finite if all are in float32."""
@@ -171,9 +173,8 @@ def _is_product(operation: Operation) -> bool:
     return operation.primitive in _PRODUCTS
 
 
-def _is_rounded(operation: Operation) -> bool:
-    """Whether an operation is a product, or a cast to its operands."""
-    return _is_product(operation) or operation.primitive == "convert_element_type"
+def _is_cast(operation: Operation) -> bool:
+    return operation.primitive == "convert_element_type"
 
 
 def _complaint(fault: Operation) -> str:

@@ -164,19 +164,23 @@ def trace_operations(
 
 
 def _run(program: _Program, context: Context) -> tuple[list[Entry], list[Any]]:
-    """Runs a program with statistics; returns its operations and its results."""
+    """Runs a program with statistics; returns its operations and its results.
+
+    Settings that look for NaN, or compile nothing, would stop it.
+    """
     jaxpr = program.closed.jaxpr
     is_used = [True] * len(jaxpr.outvars)
     jaxpr, _ = pe.dce_jaxpr(jaxpr, is_used, instantiate=True)
     closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
     on_device = runs_on_several_devices(closed, program.arrays)
     instrumenter = Instrumenter(on_device=on_device)
-    closed = instrumenter.instrument(closed, context)
-    lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*program.arrays)
-    # Or XLA leaves out that a result is rounded, and computes on in float32.
-    compiled = lowered.compile({"xla_allow_excess_precision": False})
-    results = jax.device_get(compiled(*program.arrays))
-    jax.effects_barrier()
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        closed = instrumenter.instrument(closed, context)
+        lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*program.arrays)
+        # Or XLA leaves out that a result is rounded, and computes on in float32.
+        compiled = lowered.compile({"xla_allow_excess_precision": False})
+        results = jax.device_get(compiled(*program.arrays))
+        jax.effects_barrier()
     return instrumenter.entries, results
 
 

@@ -64,6 +64,10 @@ def half(x):
     return jnp.sum((x * x).astype(jnp.float32))  # fault
 
 
+def solution(x):
+    return jnp.sum(jnp.linalg.inv(jnp.ones((2, 2)) + 0 * x[0, 0]))  # fault
+
+
 FINITE = "It is not defined for its operands, which were finite."
 CAUSES = [
     (logarithm, "log", "An operand was zero."),
@@ -75,6 +79,7 @@ CAUSES = [
     (square, ("square", "integer_pow"), "An operand was too large: up to 2e+30."),
     # Infinite at one, and NaN beyond.
     (inverse_error_function, "erf_inv", FINITE),
+    (solution, "triangular_solve", "The matrix was singular, or nearly so."),
     (difference, "sub", "An operand was infinite, and the result is NaN."),
     # 200 * (300 + 600) is 180000.
     (product, "dot_general", "In float32 its largest entry is 1.8e+05, beyond 65504, "),

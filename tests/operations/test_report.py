@@ -118,7 +118,7 @@ def test_an_overflow_of_the_loss_scale_says_by_how_much_it_is_too_large(capsys):
 
 def test_the_iteration_of_a_loop_is_named(capsys):
     text = printed(capsys, [operation(**OVERFLOW, loop=0, iteration=17)])[1]
-    assert "4 of 6 entries, first in iteration 17 of its loop." in text
+    assert "4 of 6 entries, first after 17 runs." in text
 
 
 def test_operations_that_lose_most_are_first(capsys):

@@ -234,6 +234,14 @@ def test_runs_are_counted_if_tqdm_is_installed(has_tqdm, monkeypatch):
         assert bar.update.call_count == 2
 
 
+def test_a_mask_that_overflows_on_the_line_of_a_product_is_no_fault():
+    def loss_fn(weights, x):
+        mask = jnp.tri(3, 4)
+        return jnp.mean(jax.nn.softmax(x @ weights[0] + jnp.where(mask, 0.0, -1e9)))
+
+    assert suggest_full_precision(trace(loss_fn, KERNELS[:1], X, level="O2")) == []
+
+
 def test_nonfinite_arguments_are_no_fault_of_a_product():
     operations = trace(scoped_loss, [KERNELS[0] * jnp.inf], X)
     with pytest.raises(ValueError, match=r"NaN or infinity is in the arguments\."):

@@ -139,6 +139,57 @@ def test_the_first_of_two_operations_in_a_loop_is_that_of_the_earlier_iteration(
     assert first_nonfinite(operations).where == place_of(fun, "earlier")
 
 
+def test_an_operation_that_runs_in_few_iterations_is_not_taken_for_the_first():
+    """The branch runs in iteration 5, and the product overflows in iteration 2."""
+
+    def body(i, carry):
+        a, b = carry
+        b = jax.lax.cond(i == 5, lambda b: jnp.log(b * 0), lambda b: b, b)
+        return a * 1e13, b
+
+    def fun(x):
+        return sum(map(jnp.sum, jax.lax.fori_loop(0, 8, body, (x, x))))
+
+    first = first_nonfinite(trace_operations(fun, jnp.ones(2)))
+    assert (first.primitive, first.iteration) == ("mul", 2)
+
+
+def test_an_operation_in_an_inner_loop_may_be_the_first():
+    """The inner product overflows in iteration 1, in its run 7, the outer one in 3."""
+
+    def body(_, carry):
+        a, b = carry
+        b = jax.lax.fori_loop(0, 4, lambda _, b: b * 1e5, b)
+        return a * 1e10, b
+
+    def fun(x):
+        return sum(map(jnp.sum, jax.lax.fori_loop(0, 6, body, (x, x))))
+
+    first = first_nonfinite(trace_operations(fun, jnp.ones(2)))
+    assert (first.primitive, first.iteration) == ("mul", 7)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [jax.debug_nans, jax.debug_infs, jax.disable_jit],
+    ids=["debug_nans", "debug_infs", "disable_jit"],
+)
+def test_settings_that_look_for_nan_or_compile_nothing_do_no_harm(setting):
+    with setting(True):
+        first = first_nonfinite(trace_operations(lambda x: jnp.sum(jnp.log(x)), -X))
+    assert first.primitive == "log"
+
+
+def test_a_scope_may_begin_with_a_word_of_jax():
+    def fun(w, x):
+        with jax.named_scope("checkpoint_layer"):
+            return jnp.sum(x @ w)
+
+    operations = trace_operations(fun, jnp.ones((4, 2)), jnp.ones((3, 4)))
+    (product,) = [x for x in select(operations, "dot_general") if not x.is_backward]
+    assert product.scope == "checkpoint_layer"
+
+
 def test_the_backward_pass_of_a_loop_is_named_by_the_line_of_its_body():
     def fun(x):
         def body(carry, _):
