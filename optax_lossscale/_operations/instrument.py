@@ -183,11 +183,12 @@ def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
 
 
 def _wide_parameter(parameter: Any) -> Any:
-    if isinstance(parameter, core.Jaxpr):  # The sum of two numbers, in a scatter.
-        return _wide_parameter(core.ClosedJaxpr(parameter, ())).jaxpr
-    if isinstance(parameter, core.ClosedJaxpr):
-        wide = [_widened(np.zeros(x.shape, x.dtype)) for x in parameter.in_avals]
-        return jax.make_jaxpr(core.jaxpr_as_fun(parameter))(*wide)
+    is_closed = isinstance(parameter, core.ClosedJaxpr)
+    if is_closed or isinstance(parameter, core.Jaxpr):  # A sum of two, in a scatter.
+        closed = parameter if is_closed else core.ClosedJaxpr(parameter, ())
+        wide = [_widened(np.zeros(x.shape, x.dtype)) for x in closed.in_avals]
+        program = jax.make_jaxpr(core.jaxpr_as_fun(closed))(*wide)
+        return program if is_closed else program.jaxpr
     is_dtype = isinstance(parameter, np.dtype)
     return FLOAT32 if is_dtype and is_narrow(parameter) else parameter
 

@@ -204,7 +204,14 @@ def test_the_fields_of_operations_and_histograms_are_as_promised():
     assert ols.diagnostics.Operation._fields == (
         *("primitive", "where", "scope", "is_backward", "dtype", "shape", "largest"),
         *("float32_largest", "nonfinite", "made_nonfinite", "cause", "underflow"),
-        *("headroom_bits", "unscaled_headroom_bits", "error", "loop", "iteration"),
+        *(
+            "headroom_bits",
+            "unscaled_headroom_bits",
+            "error",
+            "loop",
+            "iteration",
+            "order",
+        ),
     )
     assert ols.diagnostics.ExponentHistogram._fields == (
         "exponents",
