@@ -19,7 +19,6 @@ from helpers.under_autocast import (
     assert_close,
     assert_exact,
     integers,
-    own_layer,
     products_of,
 )
 
@@ -86,25 +85,6 @@ def with_cond(w, x):
     return lax.cond(jnp.sum(x) < 1e9, lambda w: x @ w, lambda w: x @ -w, w)
 
 
-def with_rule(gradient_of_weight):
-    """A product whose backward rule is written by hand."""
-    fun = jax.custom_vjp(lambda w, x: x @ w)
-    fun.defvjp(
-        lambda w, x: (x @ w, (w, x)),
-        lambda saved, ct: (gradient_of_weight(saved[1], ct), ct @ saved[0].T),
-    )
-    return fun
-
-
-def in_parts(x, ct):
-    pairs = x.reshape(4, 16, 8), ct.reshape(4, 16, 5)
-    return lax.map(lambda pair: pair[0].T @ pair[1], pairs).sum(0)
-
-
-def in_a_branch(x, ct):
-    return lax.cond(True, lambda: x.T @ ct, lambda: x.T @ -ct)
-
-
 @jax.custom_jvp
 def own_tangent(w, x):
     return x @ w
@@ -118,9 +98,6 @@ PROGRAMS = {
     "a scan that reads the weight at each step": (with_scan_over_time, (8, 5)),
     "a scan over layers": (with_scan_over_layers, (3, 8, 4)),
     "a branch": (with_cond, (8, 5)),
-    "a derivative rule": (own_layer, (8, 5)),
-    "a derivative rule with a loop": (with_rule(in_parts), (8, 5)),
-    "a derivative rule with a branch": (with_rule(in_a_branch), (8, 5)),
     "a rule for tangents": (own_tangent, (8, 5)),
     "vmap over data": (jax.vmap(lambda w, x: x @ w, (None, 0)), (8, 5)),
     "vmap over weights": (jax.vmap(lambda w, x: x @ w, (0, None)), (2, 8, 5)),

