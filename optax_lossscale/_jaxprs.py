@@ -161,12 +161,6 @@ def _programs_in(parameter: Any) -> list[Any]:
     return programs if all(are_programs) else []
 
 
-def flagged_variables(atoms: Sequence[Any], flags: Sequence[bool]) -> set[core.Var]:
-    """The variables, among some operands or results, whose flag is set."""
-    pairs = zip(atoms, flags, strict=True)
-    return {atom for atom, flag in pairs if flag and isinstance(atom, core.Var)}
-
-
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """How many constants a scan reads, and how many values it carries."""
     if "num_consts" in params:

@@ -1,12 +1,10 @@
-"""Reading the programs that JAX has traced, and evaluating their equations."""
+"""Reading the programs that JAX has traced, and changing those that they hold."""
 
 import jax
 import jax.numpy as jnp
-import pytest
-from jax.extend import core
 
 from helpers.programs import equations_of
-from optax_lossscale._jaxprs import evaluate, flagged_variables, scan_sizes
+from optax_lossscale._jaxprs import bind, scan_sizes, with_programs
 
 
 def names_in(function, *args):
@@ -32,18 +30,25 @@ def test_a_closed_jaxpr_and_its_jaxpr_give_the_same_equations():
 
 def test_an_equation_can_be_evaluated_with_other_parameters():
     cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
-    assert evaluate(cube, [jnp.asarray(2.0)]) == [8]
-    assert evaluate(cube, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
+    assert bind(cube.primitive, [jnp.asarray(2.0)], cube.params) == [8]
+    assert bind(cube.primitive, [jnp.asarray(2.0)], {**cube.params, "y": 5}) == [32]
 
 
-def test_only_variables_with_a_flag_are_found():
-    program = jax.make_jaxpr(lambda x, y: (x, 2.0, y))(1.0, 2.0).jaxpr
-    x, number, y = program.outvars
-    assert isinstance(number, core.Literal)
-    assert flagged_variables([x, number, y], [True, True, False]) == {x}
-    assert flagged_variables([x, number, y], [False, False, True]) == {y}
-    with pytest.raises(ValueError, match="zip"):
-        flagged_variables([x, y], [True])
+def test_programs_change_where_a_parameter_holds_nothing_else():
+    old, new = (jax.make_jaxpr(function)(1.0) for function in (jnp.sin, jnp.cos))
+    change = {id(old): new}.get
+    for parameter, changed in [
+        (old, new),
+        ((old, old), (new, new)),
+        ((old, None), (new, None)),
+        ((old, "name"), (old, "name")),
+        ("name", "name"),
+        (None, None),
+        ((), ()),
+    ]:
+        assert with_programs(parameter, lambda x: change(id(x), x)) == changed
+    branches = (old, old)
+    assert with_programs(branches, lambda x: x) is branches
 
 
 def test_the_constants_and_the_carries_of_a_scan_are_counted():
