@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from optax_lossscale._autocast.products import PRODUCTS
 from optax_lossscale._checks import check_number
@@ -29,8 +30,8 @@ def suggest_full_precision(
     is the product that made the first ones. If another operation made them, such as a
     Cholesky decomposition of a rounded matrix, and would not if all products were in
     float32, it is the last product before that operation. The function is compiled and
-    run again after each choice. After two seconds a progress bar counts the runs, if
-    tqdm is installed.
+    run again after each choice. In a terminal a progress bar counts the runs after two
+    seconds, if tqdm is installed.
 
     * A name with a slash at its end is a scope. It stands for all products of that
       module or `jax.named_scope`.
@@ -192,5 +193,7 @@ def _progress() -> Iterator[Callable[[], object]]:
     except ImportError:
         yield lambda: None
         return
-    with tqdm(desc="suggest_full_precision", unit="run", delay=2, leave=False) as bar:
+    # With `disable=None` there is no bar where standard error is no terminal.
+    settings: dict[str, Any] = {"unit": "run", "delay": 2, "disable": None}
+    with tqdm(desc="suggest_full_precision", leave=False, **settings) as bar:
         yield bar.update
