@@ -153,7 +153,8 @@ def _run(
                     is_cast = equation.primitive is primitives.convert_element_type_p
                     before = inputs[0] if is_cast else outputs[0]
                     new = zip(_keys_at(inner), _glance(outputs[0], before), strict=True)
-                    numbers |= {key: jnp.maximum(numbers[key], x) for key, x in new}
+                    larger = {key: jnp.maximum(numbers[key], x) for key, x in new}
+                    numbers = numbers | larger
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], numbers
 
