@@ -119,7 +119,7 @@ def _mark_nonfinite(ax: Axes, operations: Sequence[Operation], size: float) -> N
         ax.annotate(
             f"{first.primitive}, {first.where}",
             (place, np.clip(first.float32_largest, *inside)),
-            xytext=(-8 if is_right else 8, 8),
+            xytext=(-8 if is_right else 8, -16),  # Above are the small dots.
             textcoords="offset points",
             ha="right" if is_right else "left",
             color=RED,
