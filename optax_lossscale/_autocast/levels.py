@@ -84,20 +84,26 @@ class Settings(NamedTuple):
         if not self.high:
             return False
         path = "/".join((*self.scope, *scope_of(equation))) + "/"
-        return any(map(path.startswith, self.high)) or _line_of(equation) in self.high
+        is_in_scope = any(map(path.startswith, self.high))
+        return is_in_scope or (self._has_lines and _line_of(equation) in self.high)
+
+    @property
+    def _has_lines(self) -> bool:
+        """Whether `high` names a line. To find that of an equation takes long."""
+        return not all(name.endswith("/") for name in self.high)
 
     def check_high(
-        self, products: Iterable[tuple[tuple[str, ...], Sequence[core.JaxprEqn]]]
+        self, scopes: Iterable[tuple[str, ...]], equations: Iterable[core.JaxprEqn]
     ) -> None:
         """Refuses a name without products.
 
         Args:
-          products: For each its scope, and it with the equations that hold it.
+          scopes: Those of all products.
+          equations: All products, and the equations that hold them.
         """
-        names, lines = set[str](), set[str | None]()
-        for path, equations in products:
-            names |= {"/".join(path[: i + 1]) + "/" for i in range(len(path))}
-            lines |= {*map(_line_of, equations)}
+        paths = {path[: i + 1] for path in scopes for i in range(len(path))}
+        names = {"/".join(path) + "/" for path in paths}
+        lines = {*map(_line_of, equations)} if self._has_lines else set()
         for name in self.high:
             if name not in names | lines:
                 raise ValueError(

@@ -188,7 +188,8 @@ def _call_low(settings: Settings, fun: Callable[..., PyTree], *args: PyTree) -> 
         traced = trace(fun, settings, *args)
     if reads_scopes:
         found = list(products_of(traced.program.jaxpr, settings))
-        settings.check_high((x.scope, [*x.calls, x.equation]) for x in found)
+        equations = (each for x in found for each in (*x.calls, x.equation))
+        settings.check_high({x.scope for x in found}, equations)
         if calls is not None:
             calls.append([(product, settings) for product in found])
     return traced.evaluate(settings.with_left())

@@ -54,7 +54,7 @@ class Instrumenter:
         exact: dict[core.Var, Any] = {}  # The float32 operand of each cast.
         for equation in jaxpr.eqns:
             inner = context.at(equation)
-            if holds_programs(equation):
+            if _holds_programs(equation):
                 equations.append(self._with_statistics(equation, inner))
                 continue
             equations.append(equation)
@@ -137,7 +137,7 @@ def runs_on_several_devices(program: core.ClosedJaxpr, arrays: Sequence[Any]) ->
     )
 
 
-def holds_programs(equation: core.JaxprEqn) -> bool:
+def _holds_programs(equation: core.JaxprEqn) -> bool:
     """Whether an equation calls programs, whose equations are listed instead of it."""
     primitive = equation.primitive
     if not primitive.multiple_results or primitive in _REDUCTIONS:
@@ -178,19 +178,22 @@ def _reference_of(
 
 def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
     """The result of an operation with float32 in the place of each narrow dtype."""
-    params = {name: _wide_parameter(x) for name, x in equation.params.items()}
+    params = {
+        name: FLOAT32
+        if isinstance(x, np.dtype) and is_narrow(x)
+        else with_programs(x, _wide_program)
+        for name, x in equation.params.items()
+    }
     return bind(equation.primitive, operands, params)[0]
 
 
-def _wide_parameter(parameter: Any) -> Any:
-    is_closed = isinstance(parameter, core.ClosedJaxpr)
-    if is_closed or isinstance(parameter, core.Jaxpr):  # A sum of two, in a scatter.
-        closed = parameter if is_closed else core.ClosedJaxpr(parameter, ())
-        wide = [_widened(np.zeros(x.shape, x.dtype)) for x in closed.in_avals]
-        program = jax.make_jaxpr(core.jaxpr_as_fun(closed))(*wide)
-        return program if is_closed else program.jaxpr
-    is_dtype = isinstance(parameter, np.dtype)
-    return FLOAT32 if is_dtype and is_narrow(parameter) else parameter
+def _wide_program(program: Any) -> Any:
+    """A program for float32, such as the sum of two numbers in a scatter."""
+    is_closed = isinstance(program, core.ClosedJaxpr)
+    closed = program if is_closed else core.ClosedJaxpr(program, ())
+    inputs = [_widened(np.zeros(x.shape, x.dtype)) for x in closed.in_avals]
+    wide = jax.make_jaxpr(core.jaxpr_as_fun(closed))(*inputs)
+    return wide if is_closed else wide.jaxpr
 
 
 def _widened(array: Any) -> Any:

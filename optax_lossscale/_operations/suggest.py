@@ -162,8 +162,8 @@ class _Search:
         if first is None:
             return "NaN or infinity is in the arguments."
         return (
-            f"The first: {describe(first)} (With all products in float32 there is NaN "
-            "or infinity, too: mend that line.)"
+            f"The first: {describe(first)} (To leave products as they are written does "
+            "not help: mend that line.)"
         )
 
 

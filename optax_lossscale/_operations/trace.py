@@ -146,21 +146,23 @@ def trace_operations(
         with named_calls(), left_in_float32(left), trace_anew():
             return _trace(grad_fun, (jnp.float32(loss_scale), *args))
 
-    def run(left: Sequence[str]) -> Operations:
-        entries, results = _run(trace(cast_fun, left), context)
+    def run(program: _Program) -> Operations:
+        entries, results = _run(program, context)
         operations = operations_of(entries, loss_scale)
         are_finite = all(np.isfinite(x).all() for x in results if is_floating(x))
-        return Operations(operations, are_finite, run)
+        run_again = lambda left: run(trace(cast_fun, left))  # noqa: E731
+        return Operations(operations, are_finite, run_again)
 
     cast_fun = autocast(fun, dtype, level=level)
     token = calls_of_autocast.set([])
     try:
-        trace(cast_fun, [])
+        program = trace(cast_fun, [])
         if len(calls_of_autocast.get() or []) > 1:  # `fun` calls `autocast`, too.
             cast_fun = fun
+            program = trace(cast_fun, [])
     finally:
         calls_of_autocast.reset(token)
-    return run([])
+    return run(program)
 
 
 def _run(program: _Program, context: Context) -> tuple[list[Entry], list[Any]]:

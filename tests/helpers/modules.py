@@ -1,5 +1,8 @@
-"""A module of `flax.nnx` that a call changes, and comparisons of two such modules."""
+"""Modules of `flax.nnx` and Equinox, and comparisons of two that a call changes."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +30,39 @@ class Net(nnx.Module):
 
     def encode(self, x):
         return self(x)
+
+
+class NnxNet(nnx.Module):
+    """Products with some kernels of shape (4, 4), in layers of a list."""
+
+    def __init__(self, kernels):
+        make = functools.partial(nnx.Linear, 4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.layers = LIST([make() for _ in kernels])
+        for layer, kernel in zip(self.layers, kernels, strict=True):
+            layer.kernel = nnx.Param(kernel)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class EquinoxNet(eqx.Module):
+    """The same in Equinox, for one row."""
+
+    layers: list
+
+    def __init__(self, kernels):
+        make = functools.partial(eqx.nn.Linear, 4, 4, use_bias=False)
+        self.layers = [
+            eqx.tree_at(lambda x: x.weight, make(key=jax.random.key(0)), kernel.T)
+            for kernel in kernels
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def mean_square(model, x):

@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 
 import optax_lossscale as ols
-from helpers.modules import LIST
+from helpers.modules import EquinoxNet, NnxNet
 from helpers.places import place_of
 from optax_lossscale.diagnostics import suggest_full_precision, trace_operations
 
@@ -127,35 +127,6 @@ def test_modules_are_suggested_by_their_paths():
     names = suggest_full_precision(trace(loss_fn, params, X))
     assert names == ["Net/Dense_1/", "Net/Dense_2/"]
     assert error_of(loss_fn, params, high=names) < 0.01
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, kernels):
-        make = functools.partial(nnx.Linear, 4, 4, use_bias=False, rngs=nnx.Rngs(0))
-        self.layers = LIST([make() for _ in kernels])
-        for layer, kernel in zip(self.layers, kernels, strict=True):
-            layer.kernel = nnx.Param(kernel)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class EquinoxNet(eqx.Module):
-    layers: list
-
-    def __init__(self, kernels):
-        make = functools.partial(eqx.nn.Linear, 4, 4, use_bias=False)
-        self.layers = [
-            eqx.tree_at(lambda x: x.weight, make(key=jax.random.key(0)), kernel.T)
-            for kernel in kernels
-        ]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from flax import linen, nnx
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import lenient
-from helpers.modules import LIST, ROWS, Net, arrays_of, mean_square
+from helpers.modules import (
+    ROWS,
+    EquinoxNet,
+    Net,
+    NnxNet,
+    arrays_of,
+    mean_square,
+)
 from optax_lossscale.diagnostics import watch
 
 RNG = np.random.default_rng(0)
@@ -174,29 +181,6 @@ class LinenNet(linen.Module):
         return x
 
 
-class NnxNet(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = LIST([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class EquinoxNet(eqx.Module):
-    layers: list
-
-    def __init__(self):
-        self.layers = [eqx.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(2)]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def assert_scopes(layers, scopes):
     """Each scope has numbers of both passes."""
     for scope in scopes:
@@ -218,7 +202,7 @@ def test_modules_of_linen_are_named():
 def test_modules_of_nnx_are_named():
     with jax.numpy_rank_promotion("allow"):
         fun = nnx.grad(ols.autocast(lambda model, x: jnp.mean(model(x))))
-        _, layers = nnx.jit(lambda model, x: watch(fun)(model, x))(NnxNet(), X)
+        _, layers = nnx.jit(lambda model, x: watch(fun)(model, x))(NnxNet([W, W]), X)
     assert_scopes(layers, ["NnxNet/layers/0", "NnxNet/layers/1"])
 
 
@@ -229,7 +213,7 @@ def test_modules_of_equinox_are_named():
     def step(model, x):
         return watch(fun)(model, x)
 
-    _, layers = step(EquinoxNet(), X)
+    _, layers = step(EquinoxNet([W, W]), X)
     # `filter_grad` returns an Equinox module, too, which is no layer.
     assert not any("Wrapper" in name for name in layers)
     assert_scopes(layers, ["EquinoxNet/layers/0", "EquinoxNet/layers/1"])
