@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from optax_lossscale._checks import check_count, check_flag, check_scale
 from optax_lossscale._rules import LossScale, shows_settings, static_loss_scale
 from optax_lossscale.presets._rules import uncapped
@@ -18,9 +20,9 @@ def keras(
         finite:     c = c + 1;  if c == dynamic_growth_steps: s = 2 * s, c = 0
         nonfinite:  s = s / 2;  c = 0
 
-    Departure: Keras has neither a floor nor a cap. After about 165 nonfinite steps its
-    scale is zero, and NaN reaches the parameters. If its scale becomes infinite, all
-    updates are zero.
+    Departure: Keras has neither a floor nor a cap. After 142 nonfinite steps its scale
+    is zero on JAX, which flushes subnormal numbers on CPU, and NaN reaches the
+    parameters. If its scale becomes infinite, all updates are zero.
 
     Args:
       initial_scale: First scale, from `2**-126` to `2**126`.
@@ -49,7 +51,6 @@ def keras(
     )
 
 
-@shows_settings
 def tf_keras(
     dynamic: bool = True,
     initial_scale: float | None = None,
@@ -94,15 +95,11 @@ def tf_keras(
       tf_keras 2.21, `tf_keras/mixed_precision/loss_scale_optimizer.py`.
     """
     if check_flag("dynamic", dynamic):
-        return uncapped(
-            check_scale(
-                "initial_scale", 2.0**15 if initial_scale is None else initial_scale
-            ),
-            growth_interval=check_count(
-                "dynamic_growth_steps",
-                2000 if dynamic_growth_steps is None else dynamic_growth_steps,
-            ),
-            min_scale=1.0,
+        # The rule shows these numbers in its settings, as tf.keras does.
+        return _tf_keras(
+            True,
+            2.0**15 if initial_scale is None else initial_scale,
+            2000 if dynamic_growth_steps is None else dynamic_growth_steps,
         )
     if initial_scale is None:
         raise ValueError(
@@ -114,5 +111,19 @@ def tf_keras(
             "`dynamic_growth_steps` must be None with `dynamic=False`, got "
             f"{dynamic_growth_steps}. (A fixed scale does not grow.)"
         )
+    return _tf_keras(False, initial_scale, None)
+
+
+@shows_settings
+@functools.wraps(tf_keras)
+def _tf_keras(
+    dynamic: bool, initial_scale: float, dynamic_growth_steps: int | None
+) -> LossScale:
     scale = check_scale("initial_scale", initial_scale)
-    return static_loss_scale(scale, skip_nonfinite=False)
+    if dynamic_growth_steps is None:
+        return static_loss_scale(scale, skip_nonfinite=False)
+    return uncapped(
+        scale,
+        growth_interval=check_count("dynamic_growth_steps", dynamic_growth_steps),
+        min_scale=1.0,
+    )

@@ -299,7 +299,10 @@ VALUES = {
         "isinstance(tx, optax.GradientTransformationExtraArgs)": True,
     },
     "tf_keras": {
-        'ols.presets.tf_keras(True, 32768.0, 2000).settings["initial_scale"]': 2.0**15,
+        'rule.settings["dynamic"]': True,
+        'rule.settings["initial_scale"]': 2.0**15,
+        'rule.settings["dynamic_growth_steps"]': 2000,
+        'getattr(state.rule_state, "growth_count", None)': 0,
         "ols.presets.tf_keras(**rule.settings).settings == rule.settings": True,
         'optax.tree.get(optax.tree.set(opt_state, b1=0.7), "b1")': np.float32(0.7),
         "state.step_count": 0,
@@ -364,7 +367,7 @@ def test_a_disabled_scaler_is_found_to_be_disabled():
 @pytest.mark.fast_every(4)
 @pytest.mark.parametrize("row", OPTIMIZERS, ids=lambda row: row[0])
 def test_an_optimizer_of_optax_in_the_tables_trains_under_loss_scaling(row):
-    codes = re.findall(r"`(optax\..+?\))`", row[1])
+    codes = code_in(row[1])
     assert codes
     params = {"kernel": jax.numpy.ones((2, 2)), "bias": jax.numpy.ones(2)}
     with lenient_promotion():

@@ -60,7 +60,7 @@ def test_the_types_in_a_state_never_change(name):
 @pytest.mark.fast_every(3)
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_no_preset_reaches_zero_or_infinity(name):
-    # Keras reaches zero after some 165 nonfinite steps, and then NaN parameters; or
+    # Keras reaches zero after 142 nonfinite steps on JAX, and then NaN parameters; or
     # infinity, where it stays.
     interval = {
         "torch": "growth_interval",

@@ -179,11 +179,26 @@ def test_the_counter_returns_to_zero_as_the_page_says():
 
 
 def test_a_fixed_scale_has_no_counter_and_stays():
-    # On the page `dynamic_counter` and `dynamic_growth_steps` are None then.
     rule = ols.presets.tf_keras(dynamic=False, initial_scale=8.0)
     state = rule.adjust(rule.init(), False)
-    assert state.rule_state == ()
+    # opt.dynamic_counter, opt.dynamic_growth_steps, opt.initial_scale
+    assert getattr(state.rule_state, "growth_count", None) is None
+    assert rule.settings["dynamic_growth_steps"] is None
+    assert rule.settings["initial_scale"] == 8.0
     assert state.loss_scale == 8.0
+
+
+def test_the_first_scale_and_the_growth_steps_of_the_default_rule_are_numbers():
+    # opt.initial_scale, opt.dynamic_growth_steps: 32768 and 2000 in tf.keras.
+    rule = ols.presets.tf_keras()
+    settings = {
+        "dynamic": True,
+        "initial_scale": 32768.0,
+        "dynamic_growth_steps": 2000,
+    }
+    assert rule.settings == settings
+    shown = "initial_scale=32768.0, dynamic_growth_steps=2000)"
+    assert repr(rule) == f"presets.tf_keras(dynamic=True, {shown}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,281 @@
+"""Compares the formulas of the optimizers with the systems themselves.
+
+    python tests/tools/optimizer_oracles.py
+
+It imports what is installed of Keras (on JAX), tf_keras, PyTorch and MindSpore, and
+lets their optimizers take the steps of `tests/other_systems/test_optimizer_rows.py`. It
+prints how far their parameters are from those of the formulas, by the largest change of
+a parameter. It also checks what the pages say of loss scales and of a Keras 3 model.
+If anything differs, or if none of the systems is installed, the exit code is 1.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+from functools import partial
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np  # noqa: E402
+
+from helpers.optimizer_formulas import (  # noqa: E402
+    FORMULAS,
+    STEPS,
+    distance,
+    first_weights,
+    ftrl,
+    gradients,
+    run_formula,
+    sgd,
+    textbook_adam,
+    uncorrected_adam,
+)
+
+# MindSpore computes in float32, in which 1 - 0.999 is off by 1e-5. The others compute
+# in float64, with a learning rate in float32.
+TOLERANCE = 2e-5
+NAN = np.float32(np.nan)
+failures = []
+
+OF_KERAS = FORMULAS["keras"] | {
+    "SGD(momentum=0.9, nesterov=True)": partial(sgd, momentum=0.9, nesterov=True),
+    "Ftrl(l1_regularization_strength=0.3, l2_regularization_strength=2.0)": partial(
+        ftrl, l1=0.3, l2=2.0
+    ),
+}
+OF_TORCH = {
+    "SGD(lr=1e-3)": FORMULAS["pytorch"]["optim.SGD"],
+    "SGD(lr=0.01, momentum=0.9, nesterov=True)": partial(
+        sgd, momentum=0.9, nesterov=True
+    ),
+    "Adam()": textbook_adam,
+    "AdamW(weight_decay=0.01)": partial(textbook_adam, decay=0.01),
+}
+OF_MINDSPORE = {
+    "Momentum(learning_rate=0.01, momentum=0.9)": FORMULAS["mindspore"]["nn.Momentum"],
+    "AdamWeightDecay(learning_rate=0.01)": FORMULAS["mindspore"]["nn.AdamWeightDecay"],
+    "AdamWeightDecay(learning_rate=0.01, weight_decay=0.1)": partial(
+        uncorrected_adam, rate=0.01, decay=0.1
+    ),
+}
+
+
+def check(what, is_true):
+    print(f"{'agrees' if is_true else 'DIFFERS'}: {what}")
+    if not is_true:
+        failures.append(what)
+
+
+def compare(system, version, formulas, start):
+    """Compares one optimizer after the other.
+
+    Args:
+      system: What to call it.
+      version: Its version.
+      formulas: For each call that makes an optimizer, its formula.
+      start: Takes such a call. Returns a function that takes a step with some
+        gradients, and returns the parameters.
+    """
+    weights = first_weights()
+    for call, formula in formulas.items():
+        step = start(call if "(" in call else f"{call}()", weights)
+        theirs = [step(grads) for grads in gradients(weights)]
+        ours = list(run_formula(formula, weights))
+        apart = [distance(theirs[i - 1], ours[i - 1], weights) for i in STEPS]
+        shown = " ".join(f"{difference:8.1e}" for difference in apart)
+        print(f"{system:9} {version:8} {shown}  {call}")
+        if not max(apart) < TOLERANCE:
+            failures.append(f"{system} {call}")
+
+
+def named(values, weights):
+    """Copies of the parameters, by their names, as torch changes them in place."""
+    copies = [np.array(value, np.float64) for value in values]
+    return dict(zip(weights, copies, strict=True))
+
+
+def run_keras():
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    import keras
+
+    def start(call, weights):
+        variables = [keras.Variable(w, dtype="float64") for w in weights.values()]
+        optimizer = eval(f"keras.optimizers.{call}", {"keras": keras})
+
+        def step(grads):
+            grads = [jax.numpy.float64(grads[name]) for name in weights]
+            optimizer.apply(grads, variables)
+            return named([variable.numpy() for variable in variables], weights)
+
+        return step
+
+    compare("Keras", keras.__version__, OF_KERAS, start)
+    jax.config.update("jax_enable_x64", False)
+    check_keras_scale(keras)
+    check_keras_model(keras)
+
+
+def check_keras_scale(keras):
+    """Counts the nonfinite steps until the scale is zero, and looks at what follows."""
+    variable = keras.Variable(np.ones(1, np.float32))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([variable])
+    state, params = [v.value for v in optimizer.variables], [variable.value]
+    scale = [v.path for v in optimizer.variables].index(optimizer.dynamic_scale.path)
+    steps = 0
+    while state[scale] > 0:
+        nan = [params[0] * NAN]
+        params, state = optimizer.stateless_apply(state, nan, params)
+        steps += 1
+    params, state = optimizer.stateless_apply(state, [params[0] * 0], params)
+    page = (ROOT / "docs" / "migration" / "keras.md").read_text()
+    (said,) = re.findall(r"scale is zero after (\d+) nonfinite steps", page)
+    zero = f"the scale of Keras is zero after {steps} nonfinite steps"
+    check(zero, steps == int(said))
+    check("then a finite step writes NaN into the parameters", np.isnan(params[0][0]))
+
+
+def check_keras_model(keras):
+    """Trains the model of Keras's page, and gives it a bad batch."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import optax_lossscale as ols
+
+    page = (ROOT / "docs" / "migration" / "keras.md").read_text()
+    (block,) = re.findall(r"^```python\n(import os\n.*?)^```$", page, re.M | re.S)
+    inputs = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+    here = {"jax": jax, "jnp": jnp, "optax": optax, "ols": ols}
+    here |= {"inputs": inputs, "targets": jnp.zeros((4, 2))}
+    exec(block, here)
+    kept, old_state = (here["trainable"], here["non_trainable"]), here["opt_state"]
+    bad = inputs.at[0, 0].set(jnp.nan)
+    *new, opt_state, _ = here["step"](*kept, old_state, bad, here["targets"])
+    same = jax.tree.map(np.array_equal, tuple(new), kept)
+    check("a bad batch changes no variable of a model", all(jax.tree.leaves(same)))
+    halved = ols.get_loss_scale(opt_state) == ols.get_loss_scale(old_state) / 2
+    check("a bad batch halves the scale", halved)
+    check("good batches move the averages of a model", np.any(kept[1][0]))
+    outputs = here["model"](inputs)
+    expected, _ = here["model"].stateless_call(*kept, inputs)
+    check("its variables are assigned", np.array_equal(outputs, expected))
+
+
+def run_tf_keras():
+    import tensorflow as tf
+    import tf_keras
+
+    def start(call, weights):
+        variables = [tf.Variable(np.float64(w)) for w in weights.values()]
+        optimizer = eval(f"tf_keras.optimizers.{call}", {"tf_keras": tf_keras})
+
+        def step(grads):
+            grads = [tf.constant(np.float64(grads[name])) for name in weights]
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+            return named([variable.numpy() for variable in variables], weights)
+
+        return step
+
+    has = {  # Its Lion has another learning rate than Keras 3's.
+        call.replace("Lion", "Lion(learning_rate=1e-3)"): formula
+        for call, formula in OF_KERAS.items()
+        if hasattr(tf_keras.optimizers, call.partition("(")[0])
+    }
+    compare("tf_keras", tf_keras.__version__, has, start)
+
+    wrap = tf_keras.mixed_precision.LossScaleOptimizer
+    opt = wrap(tf_keras.optimizers.SGD())
+    found = opt.initial_scale, opt.dynamic_growth_steps
+    check(f"tf_keras: first scale and growth steps {found}", found == (32768, 2000))
+    opt = wrap(tf_keras.optimizers.SGD(), dynamic=False, initial_scale=8.0)
+    found = opt.initial_scale, opt.dynamic_growth_steps, opt.dynamic_counter
+    check(f"tf_keras: those of a fixed scale {found}", found == (8.0, None, None))
+
+
+def make_with(module, call, params):
+    """Calls an optimizer of a module with its parameters in first place."""
+    kind, _, arguments = call.partition("(")
+    names = {"make": getattr(module, kind), "params": params}
+    return eval(f"make(params, {arguments}", names)
+
+
+def run_torch():
+    import torch
+
+    def start(call, weights):
+        params = [torch.tensor(np.float64(w)) for w in weights.values()]
+        optimizer = make_with(torch.optim, call, params)
+
+        def step(grads):
+            for param, name in zip(params, weights, strict=True):
+                param.grad = torch.tensor(np.float64(grads[name]))
+            optimizer.step()
+            return named([param.numpy() for param in params], weights)
+
+        return step
+
+    compare("torch", torch.__version__, OF_TORCH, start)
+
+
+def run_mindspore():
+    import mindspore as ms
+
+    def start(call, weights):
+        params = [ms.Parameter(ms.Tensor(w), name=name) for name, w in weights.items()]
+        optimizer = make_with(ms.nn, call, params)
+
+        def step(grads):
+            optimizer(tuple(ms.Tensor(grads[name]) for name in weights))
+            return named([param.asnumpy() for param in params], weights)
+
+        return step
+
+    compare("MindSpore", ms.__version__, OF_MINDSPORE, start)
+
+    def is_refused(**manager):
+        """On CPU, MindSpore refuses a manager that looks for overflows."""
+        network = ms.nn.Dense(3, 2)
+        optimizer = ms.nn.Momentum(network.trainable_params(), 0.01, 0.9)
+        try:
+            ms.amp.build_train_network(
+                network, optimizer, ms.nn.MSELoss(), level="O2", **manager
+            )
+        except ValueError as error:
+            return "loss_scale_manager" in str(error)
+        return False
+
+    check("MindSpore: O2 has a manager of its own", is_refused())
+    check(
+        "MindSpore: with loss_scale_manager=None it has none",
+        not is_refused(loss_scale_manager=None),
+    )
+
+
+# What each of them needs, and what it runs.
+RUNS = {
+    "Keras": (["keras", "jax"], run_keras),
+    "tf_keras": (["tf_keras", "tensorflow"], run_tf_keras),
+    "torch": (["torch"], run_torch),
+    "MindSpore": (["mindspore"], run_mindspore),
+}
+
+if __name__ == "__main__":
+    print(f"{'system':9} {'version':8} {'5 steps':>8} {'30 steps':>8}  optimizer")
+    absent = []
+    for name, (modules, run) in RUNS.items():
+        if all(map(importlib.util.find_spec, modules)):
+            run()
+        else:
+            absent.append(name)
+    print("not installed:", ", ".join(absent) or "none")
+    print("differs:", ", ".join(failures) or "nothing")
+    sys.exit(bool(failures) or len(absent) == len(RUNS))
