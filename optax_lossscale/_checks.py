@@ -267,7 +267,8 @@ def check_picture_file(name: str) -> Path:
             figure.savefig(io.BytesIO(), format=ending)
         finally:
             plt.close(figure)
-    except Exception as error:  # Each format has its own.
+    # An unknown format, a missing package or LaTeX, and a file system that refuses.
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"cannot draw {name}: {error}") from error
     return check_output_file(name)
 

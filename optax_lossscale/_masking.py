@@ -7,9 +7,9 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 """
 
 import cmath
-import contextlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._jaxprs import bind
+from optax_lossscale._nnx import states_of, updated
 from optax_lossscale._state import find_loss_scale_state, with_arrays
 from optax_lossscale._tree import (
     dtype_of,
@@ -85,7 +86,43 @@ def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
 
 def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Keeps the old state if the step is skipped."""
-    return jax.tree.map(lambda *arrays: _keep(is_applied, *arrays), new, old)
+
+    def keep(new: jax.Array, old: PyTree) -> jax.Array:
+        if _becomes_floating(new, old):
+            old = jnp.asarray(old).astype(new.dtype)
+        return _keep(is_applied, new, old)
+
+    return jax.tree.map(keep, new, _with_added(new, old))
+
+
+def _becomes_floating(new: PyTree, old: PyTree) -> bool:
+    """Whether an update makes a floating array of a bool, as an average of bools does.
+
+    See `optax.measure_with_ema`.
+    """
+    return is_floating(new) and not is_floating(old)
+
+
+def _with_added(new: PyTree, old: PyTree) -> PyTree:
+    """The old state, with zeros for what only the new state holds.
+
+    `optax.monitor` holds no measurements before its first update.
+    """
+    structure: Any = jax.tree.structure(new)
+    if structure == jax.tree.structure(old):
+        return old
+    known = dict(jax.tree_util.tree_leaves_with_path(old))
+    added = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: known.pop(path) if path in known else jnp.zeros_like(leaf),
+        new,
+    )
+    if known:
+        lost = ", ".join(jax.tree_util.keystr(path) for path in known)
+        raise ValueError(
+            "the state of `inner` must hold after each update what it held before, got "
+            f"one without {lost}."
+        )
+    return added
 
 
 def _keep(is_applied: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
@@ -106,25 +143,26 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         where(find_loss_scale_state(state).last_finite, new, old)
 
     Use it after `update`, for what a step changes outside the optimizer and a skipped
-    step should not change, such as batch statistics or a target network.
+    step should not change, such as batch statistics, a target network or an average of
+    the parameters.
 
-    In NNX, `nnx.state` returns the live variables, so `old` must be a copy:
+    An NNX model is changed in place, so `old` must be a copy from before the step:
 
-        old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+        old = nnx.clone(model)
         loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
         optimizer.update(model, grads)
-        new = nnx.state(model, nnx.BatchStat)
-        nnx.update(model, where_applied(optimizer, new, old))
+        where_applied(optimizer, model, old)
 
     Args:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.
       new: A pytree of arrays of any shape and dtype. Leaves that are not arrays
-        are returned as they are.
+        are returned as they are. NNX modules in it are changed in place: after a
+        skipped step all their variables have their old values again.
       old: A pytree of the same structure and shapes.
 
     Returns:
-      A pytree like `new`.
+      A pytree like `new`, with the same NNX modules.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several (the message says how
@@ -140,11 +178,13 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
       Array([0.], dtype=float32)
     """
     is_applied = with_arrays(find_loss_scale_state(state)).last_finite
+    modules = new
+    new, old = states_of(new), states_of(old)
     if _variables(new) & _variables(old):
         raise ValueError(
             "`old` must be a copy, got variables that `new` holds too, so their old "
-            "values are lost. (Before the step: `old = jax.tree.map(jnp.copy, "
-            "nnx.state(model, nnx.BatchStat))`.)"
+            "values are lost. (Before the step: `old = nnx.clone(model)`, or of a "
+            "state `old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))`.)"
         )
 
     def select(new: PyTree, old: PyTree) -> PyTree:
@@ -163,7 +203,7 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         axes = range(is_applied.ndim, max(jnp.ndim(new), is_applied.ndim))
         return _keep(lax.expand_dims(is_applied, axes), new, old)
 
-    return jax.tree.map(select, new, old)
+    return updated(modules, jax.tree.map(select, new, old))
 
 
 def _variables(tree: PyTree) -> set[int]:
@@ -178,9 +218,10 @@ def cast_like(new: PyTree, old: PyTree) -> PyTree:
     def cast(new: PyTree, old: PyTree) -> PyTree:
         dtype = dtype_of(old)
         is_like = dtype is None or dtype == dtype_of(new)
+        is_like |= _becomes_floating(new, old)
         return new if is_like else jnp.asarray(new).astype(dtype)
 
-    return jax.tree.map(cast, new, old)
+    return jax.tree.map(cast, new, _with_added(new, old))
 
 
 def run_masked(
@@ -206,14 +247,9 @@ def run_masked(
     Returns:
       Updates and state, masked.
     """
-    results = None
     if _is_traced():
-        # If anything fails, the reference runs, and raises the optimizer's own errors.
-        # That guards against changes of JAX's internals.
-        with contextlib.suppress(Exception):
-            results = _run_masked_early(is_applied, run, old)
-    if results is None:
-        results = mask_results(is_applied, *run(), old)
+        return _run_masked_early(is_applied, run, old)
+    results: tuple[PyTree, PyTree] = mask_results(is_applied, *run(), old)
     return results
 
 
@@ -224,11 +260,13 @@ def _is_traced() -> bool:
 
 def _run_masked_early(
     is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
-) -> tuple[PyTree, PyTree] | None:
-    """`run_masked`, with early masks; None if the update has side effects.
+) -> tuple[PyTree, PyTree]:
+    """`run_masked` under `jit`, with early masks.
 
     The reference is traced as a jitted function, which is called with its equations in
     another order. Evaluating them one by one would take almost as long as tracing them.
+    The order of side effects must not change, so an update that has any is called as it
+    is.
     """
 
     @jax.jit
@@ -238,19 +276,25 @@ def _run_masked_early(
 
     closed, shapes = jax.make_jaxpr(update, return_shape=True)()
     (call,) = closed.jaxpr.eqns
-    if closed.effects or call.outvars != closed.jaxpr.outvars:
-        return None
     inner = call.params["jaxpr"]
     structure = jax.tree.structure(shapes)
-    early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
-    ordered = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
+    if not closed.effects:
+        early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
+        inner = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    inputs = [
-        atom.val if isinstance(atom, core.Literal) else values[atom]
-        for atom in call.invars
-    ]
-    outputs = bind(call.primitive, inputs, call.params | {"jaxpr": ordered})
-    results: tuple[PyTree, PyTree] = jax.tree.unflatten(structure, outputs)
+
+    def read(atoms: list[Any]) -> list[jax.Array]:
+        return [
+            atom.val if isinstance(atom, core.Literal) else values[atom]
+            for atom in atoms
+        ]
+
+    params = call.params | {"jaxpr": inner}
+    outputs = bind(call.primitive, read(call.invars), params)
+    values |= zip(call.outvars, outputs, strict=True)
+    results: tuple[PyTree, PyTree] = jax.tree.unflatten(
+        structure, read(closed.jaxpr.outvars)
+    )
     return results
 
 

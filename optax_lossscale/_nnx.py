@@ -83,6 +83,32 @@ def map_modules(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     return map_leaves(lambda leaf: function(leaf) if is_module(leaf) else leaf, tree)
 
 
+def states_of(tree: PyTree) -> PyTree:
+    """The tree with the state of each module in its place, which shares its variables.
+
+    Variables that stand alone are left as they are.
+    """
+    if flax_nnx() is None:
+        return tree
+    return map_modules(
+        lambda node: node if is_variable(node) else flax_nnx().state(node), tree
+    )
+
+
+def updated(tree: PyTree, states: PyTree) -> PyTree:
+    """`states_of(tree)` with other values, and the modules, changed in place."""
+    if flax_nnx() is None:
+        return states
+
+    def update(node: PyTree, state: PyTree) -> PyTree:
+        if not is_module(node) or is_variable(node):
+            return state
+        flax_nnx().update(node, state)
+        return node
+
+    return jax.tree.map(update, tree, states, is_leaf=is_nnx)
+
+
 @contextlib.contextmanager
 def explain_changes() -> Iterator[None]:
     """Says what to do where Flax refuses to change a module, in place of Flax's error.

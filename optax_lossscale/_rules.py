@@ -37,7 +37,10 @@ class LossScale(NamedTuple):
       init: `init() -> LossScaleState`. Every field is a strongly typed array with a
         buffer of its own.
       adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, with the
-        structure and dtypes of `state`. It sets the next scale and updates the counts.
+        structure and dtypes of `state`. It sets the next scale and its own
+        `rule_state`, and updates the counts for those who call it by hand. Inside
+        `loss_scaled` the step counts, and decides whether it is skipped: a rule cannot,
+        but `update(..., accept=...)` can.
         `grads_finite`, `bool[]`, says whether the unscaled gradients were finite.
         `grads_max`, `f32[]`, is their largest magnitude, or infinity if any entry is
         nonfinite; it is passed only if `needs_grads_max=True`.
@@ -385,19 +388,23 @@ def count_step(
     state: LossScaleState, finite: jax.Array, loss_scale: jax.Array, rule_state: PyTree
 ) -> LossScaleState:
     """The state after one more step, with a new scale and a new `rule_state`."""
+    counted: LossScaleState = _count_step(state._replace(rule_state=()), finite)
+    return counted._replace(loss_scale=loss_scale, rule_state=rule_state)
+
+
+@functools.partial(jax.jit, inline=True)  # So that outside `jit` it is one dispatch.
+def _count_step(state: LossScaleState, finite: jax.Array) -> LossScaleState:
     in_a_row = optax.safe_increment(state.notfinite_count)
     total = optax.safe_increment(state.total_notfinite)
     # The old verdict is read so that `jit` keeps it as an argument, and the new one is
     # written to its donated buffer. On a GPU a CUDA graph is slower where the address
     # of a result changes from call to call.
     nothing = jnp.logical_and(state.last_finite, False)
-    return LossScaleState(
-        loss_scale=loss_scale,
+    return state._replace(
         last_finite=finite | nothing,
         notfinite_count=jnp.where(finite, 0, in_a_row),
         total_notfinite=jnp.where(finite, state.total_notfinite, total),
         step_count=optax.safe_increment(state.step_count),
-        rule_state=rule_state,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._state import get_loss_scale
+from optax_lossscale._state import Unscaled, find_loss_scale_state, get_loss_scale
 from optax_lossscale._tree import map_floating, resolve_mask, widen
 from optax_lossscale._types import Mask, PyTree
 
@@ -81,7 +82,9 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       The same tree with the unscaled leaves in float32 or wider.
 
     Raises:
-      ValueError: If `state` holds no `LossScaleState`, or several.
+      ValueError: If `state` holds no `LossScaleState`, or several, or if a leaf is one
+        that `unscale` returned: as in PyTorch, gradients are unscaled once. (Arrays
+        that were computed from such a leaf are not recognized.)
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -93,12 +96,39 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    loss_scale = get_loss_scale(state)
+    state = find_loss_scale_state(state)
 
-    def unscale_part(is_scaled: bool, part: PyTree) -> PyTree:
-        return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
+    def unscale_once(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+        if any(_unscaled.get(id(leaf)) is leaf for leaf in leaves):
+            raise ValueError(
+                "`tree` must hold gradients of the scaled loss, got an array that "
+                "`unscale` has returned. (After `unscale`, call "
+                "`tx.update(..., grads_unscaled=True)`.)"
+            )
+        unscaled: list[jax.Array] = unscale_leaves(leaves, loss_scale)
+        if not isinstance(state.rule_state, Unscaled):
+            _unscaled.update({id(leaf): leaf for leaf in unscaled})
+        return unscaled
 
-    return jax.tree.map(unscale_part, resolve_mask(mask, tree), tree)
+    return map_scaled(unscale_once, tree, get_loss_scale(state), mask)
+
+
+# What `unscale` has returned, by identity, as long as somebody holds it.
+_unscaled: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
+
+
+def map_scaled(
+    divide: Callable[[list[Any], jax.Array], list[jax.Array]],
+    tree: PyTree,
+    loss_scale: jax.Array,
+    mask: Mask = None,
+) -> PyTree:
+    """Divides the floating leaves that a mask marks as scaled."""
+
+    def divide_part(is_scaled: bool, part: PyTree) -> PyTree:
+        return map_floating(divide, part, loss_scale) if is_scaled else part
+
+    return jax.tree.map(divide_part, resolve_mask(mask, tree), tree)
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.

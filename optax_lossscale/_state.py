@@ -19,7 +19,10 @@ from optax_lossscale._types import PyTree
 class LossScaleState(NamedTuple):
     """The arrays that a loss scale carries from one step to the next.
 
-    Every rule of this package keeps these invariants:
+    Under `loss_scaled` a rule sets only `loss_scale` and `rule_state`. The step itself
+    writes the other fields, so they are true under every rule. They count every skipped
+    step, whatever the reason: nonfinite gradients, `grads_finite=False`,
+    `accept=False`, nonfinite updates or an unusable scale. These invariants hold:
 
     * `2**-126 <= loss_scale <= 2**126`, so the scale and its reciprocal are positive,
       finite and normal numbers;
@@ -30,7 +33,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. The factor for the next loss.
-      last_finite: `bool[]`. False if the last step was skipped.
+      last_finite: `bool[]`. True if the last step was applied, False if it was skipped.
+        `where_applied` reads it.
       notfinite_count: `i32[]`, steps. How many steps in a row were skipped up to now.
       total_notfinite: `i32[]`, steps. How many steps were skipped in all.
       step_count: `i32[]`, steps. How often `adjust` was called.

@@ -1,15 +1,19 @@
-"""Metrics for a training loop to log, and a check that it has not stalled."""
+"""Metrics for a training loop to log, and checks that it has not stalled."""
 
 from __future__ import annotations
+
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optax_lossscale._checks import check_concrete, check_count
 from optax_lossscale._scaling import unscale
 from optax_lossscale._state import (
+    LossScaleState,
     find_loss_scale_state,
     get_loss_scale,
     with_arrays,
@@ -131,8 +135,42 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         raise LossScaleStalledError(
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
             f"{np.max(state.total_notfinite)} of {np.max(state.step_count)} in all), "
-            f"and the loss scale is {np.min(get_loss_scale(state)):g}. (Look for NaN "
-            "and infinity in the batch, the parameters and the loss, which no scale "
-            "can prevent, and check the learning rate. If you pass `accept`, it may "
-            "refuse every step.)"
+            f"and the loss scale is {np.min(get_loss_scale(state)):g}. {_ADVICE}"
         )
+
+
+_ADVICE = (
+    "(Look for NaN and infinity in the batch, the parameters and the loss, which no "
+    "scale can prevent: `ols.diagnostics.trace_operations` names the operation. Check "
+    "the learning rate. If you pass `accept`, it may refuse every step.)"
+)
+
+
+def warn_if_stalled(state: LossScaleState, after: int) -> LossScaleState:
+    """Warns on the host in the step in which `after` steps in a row were skipped.
+
+    Returns the state, whose count must be used: it goes through the callback. A
+    callback with side effects, such as `jax.debug.callback`, would make every step
+    slower.
+    """
+
+    def warn(count: np.ndarray, loss_scale: np.ndarray) -> np.ndarray:
+        if np.any(count == after):  # Under `vmap` it is called in every step.
+            warnings.warn(
+                f"the last {after} steps were skipped, and the loss scale is "
+                f"{np.min(loss_scale):g}. {_ADVICE}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return count
+
+    count = lax.cond(
+        state.notfinite_count == after,
+        lambda count, s: jax.pure_callback(
+            warn, count, count, s, vmap_method="expand_dims"
+        ),
+        lambda count, s: count,
+        state.notfinite_count,
+        lax.stop_gradient(state.loss_scale),
+    )
+    return state._replace(notfinite_count=count)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import check_flag, check_optimizer
+from optax_lossscale._checks import check_count, check_flag, check_optimizer
 from optax_lossscale._finite import is_finite
 from optax_lossscale._masking import (
     cast_like,
@@ -22,13 +22,14 @@ from optax_lossscale._rules import (
     hold,
     is_identity,
 )
-from optax_lossscale._scaling import unscale
+from optax_lossscale._scaling import map_scaled, unscale, unscale_leaves
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
     as_array,
     with_arrays,
 )
+from optax_lossscale._telemetry import warn_if_stalled
 from optax_lossscale._trainable import (
     init_inner,
     parameters_of,
@@ -54,6 +55,7 @@ def loss_scaled(
     axis_name: AxisName | None = None,
     unscale_mask: Mask = None,
     check_updates: bool = False,
+    warn_after: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
@@ -69,11 +71,14 @@ def loss_scaled(
     **Skipped steps.** A nonfinite gradient anywhere, on any device, leaves the
     parameters and the whole inner state bit-for-bit unchanged: moments, counts and
     schedules. (But on a CPU `apply_updates` flushes subnormal parameters.) State that
-    lives elsewhere, such as batch statistics, is not protected: select the old value
-    yourself with `where_applied(opt_state, new, old)`. An unusable scale (zero
-    or NaN, say from a damaged checkpoint) skips the step under every rule. The rule
-    then restarts from its initial scale; if it skips at all, it also counts the step as
-    nonfinite.
+    lives elsewhere, such as batch statistics, is not protected: keep it
+    with `where_applied(opt_state, new, old)`. The state tells under every rule, in
+    `last_finite`, whether the last step was applied. An unusable scale (zero or NaN,
+    say from a damaged checkpoint) skips the step under every rule. The rule then goes
+    on as after an overflow at its initial scale.
+
+    Nothing is printed when a step is skipped. So call `raise_if_stalled(opt_state)` now
+    and then, for example after each epoch.
 
     **Finite steps** give what the inner optimizer alone gives for the unscaled
     gradients: bit for bit outside `jit`, and up to a few ulp under `jit`, where XLA may
@@ -123,6 +128,10 @@ def loss_scaled(
         updates are not. The step is counted as skipped, and the scale stays as it is.
         Updates of leaves that `unscale_mask` marks False are not checked. It has no
         effect with a rule that does not skip.
+      warn_after: In the step in which this many steps in a row have been skipped, at
+        least 1, show a warning on the host, also from inside `lax.scan`. None never
+        warns. It costs a callback in the compiled program, which also cannot be
+        exported then; `raise_if_stalled` costs nothing.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` has
@@ -133,7 +142,8 @@ def loss_scaled(
         (Without effect if the rule does not skip.)
       * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False means a batch that is
         not wanted. The step is skipped and counted, under every rule. The scale stays
-        as it is, unless the gradients overflow too.
+        as it is, unless the gradients overflow too. (With `no_loss_scale()`, pass it in
+        every step or in none: a step without it counts nothing.)
       * `grads_unscaled`, True or False: whether you have called `unscale` on the
         gradients already, for example to clip them outside. They are checked and
         masked, and not unscaled again. A clip by value hides an infinity, so check
@@ -183,6 +193,8 @@ def loss_scaled(
     rule = _check_rule(loss_scale)
     first_state = jax.eval_shape(rule.init)
     checks_updates = check_flag("check_updates", check_updates) and rule.skips
+    if warn_after is not None:
+        check_count("warn_after", warn_after)
 
     def init(params: optax.Params) -> LossScaledState:
         if is_identity(rule):
@@ -216,15 +228,17 @@ def loss_scaled(
         mask = resolve_mask(unscale_mask, grads)
         loss_scale_state = _restore(loss_scale_state, first_state)
         loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
-        scaled_by = _at_one(loss_scale_state) if is_unscaled else loss_scale_state
+        one = jnp.ones_like(loss_scale_state.loss_scale)
+        divisor = one if is_unscaled else loss_scale_state.loss_scale
 
         leaves = (where_true(mask, grads), finite_leaf)
-        verdict = judge(
-            rule, loss_scale_state, was_usable, leaves, scaled_by.loss_scale, axis_name
-        )
+        verdict = judge(rule, loss_scale_state, was_usable, leaves, divisor, axis_name)
         if accepted is not None:
             verdict = reject_unless(accepted, verdict, loss_scale_state)
-        grads = unscale(grads, scaled_by, mask=mask)
+        if is_unscaled:
+            grads = map_scaled(unscale_leaves, grads, one, mask)  # Widened.
+        else:
+            grads = unscale(grads, loss_scale_state, mask=mask)
         # Positive zeros would be shared with those that a scatter in the backward pass
         # starts from, and XLA would store them.
         grads = mask_inputs(verdict.is_applied, grads, negative_zeros=True)
@@ -236,14 +250,17 @@ def loss_scaled(
                 updates = _round_for_float8(updates, original_params)
             return updates, cast_like(new, inner_state)
 
-        if not checks_updates:
+        if checks_updates:
+            updates, new = run()
+            updates_finite = is_finite(where_true(mask, updates), None, axis_name)
+            verdict = reject_unless(updates_finite, verdict, loss_scale_state)
+            updates, new = mask_results(verdict.is_applied, updates, new, inner_state)
+        else:
             updates, new = run_masked(verdict.is_applied, run, inner_state)
-            return updates, LossScaledState(verdict.adjusted, new)
-        updates, new = run()
-        updates_finite = is_finite(where_true(mask, updates), None, axis_name)
-        verdict = reject_unless(updates_finite, verdict, loss_scale_state)
-        updates, new = mask_results(verdict.is_applied, updates, new, inner_state)
-        return updates, LossScaledState(verdict.adjusted, new)
+        adjusted = verdict.adjusted
+        if warn_after is not None:
+            adjusted = warn_if_stalled(adjusted, warn_after)
+        return updates, LossScaledState(adjusted, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -272,10 +289,6 @@ def _update_alone(
     return updates, LossScaledState(adjusted, new)
 
 
-def _at_one(state: LossScaleState) -> LossScaleState:
-    return state._replace(loss_scale=jnp.ones_like(state.loss_scale))
-
-
 def _round_for_float8(
     updates: optax.Updates, params: optax.Params | None
 ) -> optax.Updates:
@@ -299,6 +312,16 @@ def adopt_inner_state(
     again, keep `opt_state.inner_state`.
 
         adopt_inner_state(m, loss_scale) = LossScaledState(loss_scale.init(), m)
+
+    First restore what was saved into a target of `inner` alone, and adopt it then.
+    `flax.training.checkpoints` restores it into a loss-scaled target without an error,
+    with moments and counts of zero. A whole `TrainState` and an `nnx.Optimizer` become
+
+        state.replace(tx=tx, opt_state=adopt_inner_state(state.opt_state))
+        optimizer.opt_state = optimizer.opt_state._replace(inner_state=old.opt_state)
+
+    where `tx` is loss-scaled, `optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)`,
+    and `old` is the restored optimizer.
 
     If the parameters are in half precision, so is a state that was saved without loss
     scaling. First cast it to the dtypes that `loss_scaled` uses:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._finite import is_finite, largest_magnitude
-from optax_lossscale._rules import LossScale, hold
+from optax_lossscale._rules import LossScale, count_step, hold
 from optax_lossscale._state import LossScaleState, is_usable
 from optax_lossscale._types import AxisName, PyTree
 
@@ -19,7 +19,8 @@ class Verdict(NamedTuple):
 
     Attributes:
       is_applied: `bool[]`. False if the step is skipped.
-      adjusted: The state of the loss scale after the step.
+      adjusted: The state of the loss scale after the step. Its `last_finite` is
+        `is_applied`.
     """
 
     is_applied: jax.Array
@@ -36,6 +37,9 @@ def judge(
 ) -> Verdict:
     """Checks gradients as the rule asks, and adjusts the scale.
 
+    The rule sets the scale and its own state. Whether the step is applied is decided
+    and counted here, so that the state tells the truth under every rule.
+
     The leaves are still to be divided by `divisor`.
     """
     with jax.debug_infs(False):  # Here and below an infinity is a verdict and no fault.
@@ -50,7 +54,9 @@ def judge(
                 finite &= is_finite(leaves, divisor, axis_name)
             adjusted = rule.adjust(state, finite)
     # An unusable scale skips the step under every rule.
-    return Verdict(finite if rule.skips else was_usable, adjusted)
+    is_applied = finite if rule.skips else was_usable
+    counted = count_step(state, is_applied, adjusted.loss_scale, adjusted.rule_state)
+    return Verdict(is_applied, counted)
 
 
 def repair_scale(

@@ -49,9 +49,9 @@ def bare(inner: optax.GradientTransformation) -> Way:
     return Way(inner.init, step)
 
 
-def loss_scaled(inner: optax.GradientTransformation) -> Way:
+def loss_scaled(inner: optax.GradientTransformation, **options: Any) -> Way:
     """Wraps the optimizer with `optax_lossscale.loss_scaled`."""
-    tx = ols.loss_scaled(inner)
+    tx = ols.loss_scaled(inner, **options)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -149,6 +149,7 @@ def by_hand(inner: optax.GradientTransformation) -> Way:
 WAYS = {
     "bare optimizer": bare,
     "optax_lossscale": loss_scaled,
+    "with warn_after=50": partial(loss_scaled, warn_after=50),
     "flax DynamicScale": flax_dynamic_scale,
     "compat.flax DynamicScale": partial(flax_dynamic_scale, make=compat.DynamicScale),
     "optax.apply_if_finite": apply_if_finite,

@@ -32,9 +32,6 @@ class DeepSpeedRuleState(NamedTuple):
     hysteresis_count: jax.Array
 
 
-LateRuleState = DeepSpeedRuleState  # Pickles of version 0.1.0 use this name.
-
-
 class FairseqRuleState(NamedTuple):
     """The counts that fairseq's rule carries beside the scale.
 

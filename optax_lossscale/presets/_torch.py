@@ -20,7 +20,7 @@ from optax_lossscale._rules import (
     no_loss_scale,
     shows_settings,
 )
-from optax_lossscale._state import LossScaleState, find_loss_scale_state
+from optax_lossscale._state import LossScaleState, Unscaled, find_loss_scale_state
 from optax_lossscale._types import PyTree
 from optax_lossscale.presets._rules import state_at, uncapped
 
@@ -100,12 +100,14 @@ def from_torch_state_dict(
     Args:
       state_dict: A mapping with the five entries `scale`, `growth_factor`,
         `backoff_factor`, `growth_interval` and `_growth_tracker`. Each value is a
-        number, or an array with one entry.
+        number, or an array with one entry. A scaler with `enabled=False` saves an empty
+        one.
 
     Returns:
       `(rule, state)`. The rule is `presets.torch` with the saved settings, and it
       starts from the state. The state holds the saved scale and growth count; the
-      counts of steps, which PyTorch does not save, are zero.
+      counts of steps, which PyTorch does not save, are zero. For an empty dict the rule
+      is `no_loss_scale()`.
 
     Raises:
       ValueError: If a key is missing or unknown (the message names it), or if a value
@@ -130,11 +132,13 @@ def from_torch_state_dict(
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"`state_dict` must be a mapping, got {state_dict!r}.")
     given = set(state_dict)
+    if not given:
+        rule = torch(enabled=False)
+        return rule, rule.init()
     if given != _KEYS:
         raise ValueError(
-            "`state_dict` must come from an enabled GradScaler, got missing keys "
-            f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}. "
-            "(The dict of a disabled one is empty; use `no_loss_scale()` for it.)"
+            "`state_dict` must come from a GradScaler, got missing keys "
+            f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}."
         )
     entries = {key: _as_number(key, value) for key, value in state_dict.items()}
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
@@ -165,14 +169,15 @@ def to_torch_state_dict(
 
     Args:
       state: A `LossScaleState` of a rule that counts as PyTorch does (`presets.torch`,
-        `dynamic_loss_scale`), or any pytree that holds exactly one, such as an
-        optimizer state. Its arrays must be concrete.
+        `dynamic_loss_scale`) or of `no_loss_scale()`, or any pytree that holds exactly
+        one, such as an optimizer state. Its arrays must be concrete.
       growth_factor: Growth factor of the rule, above 1.
       backoff_factor: Backoff factor of the rule, strictly between 0 and 1.
       growth_interval: Growth interval of the rule, in finite steps, at least 1.
 
     Returns:
-      A dict with the five entries of PyTorch, as Python numbers.
+      A dict with the five entries of PyTorch, as Python numbers. For
+      `no_loss_scale()`, which is `presets.torch(enabled=False)`, an empty one.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState` or several, if its rule does not
@@ -190,6 +195,8 @@ def to_torch_state_dict(
       torch 2.13, `torch/amp/grad_scaler.py`.
     """
     state = find_loss_scale_state(state)
+    if isinstance(state.rule_state, Unscaled):
+        return {}
     if not isinstance(state.rule_state, DynamicRuleState):
         raise ValueError(
             "`state` must be that of a dynamic rule such as `presets.torch`, got "

@@ -36,7 +36,7 @@ loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=N
     ema_momentum=0.99, ema_overwrite_frequency=None, loss_scale_factor=None,
     gradient_accumulation_steps=None, axis_name=None)
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
-    check_updates=False)
+    check_updates=False, warn_after=None)
 low_precision(fun)
 master_weights(inner, *, compact=False)
 max_magnitude(tree, *, axis_name=None)

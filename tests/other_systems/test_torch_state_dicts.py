@@ -60,8 +60,14 @@ def test_missing_and_unknown_keys_of_a_state_dict_are_named():
     del wrong["scale"]
     with pytest.raises(ValueError, match=r"missing keys \['scale'\].*\['extra'\]"):
         presets.from_torch_state_dict(wrong)
-    with pytest.raises(ValueError, match="disabled one is empty"):
-        presets.from_torch_state_dict({})
+
+
+def test_the_empty_dict_of_a_disabled_scaler_goes_to_torch_and_back():
+    rule, state = presets.from_torch_state_dict({})
+    assert rule == presets.torch(enabled=False)
+    assert presets.to_torch_state_dict(state) == {}
+    opt_state = ols.loss_scaled(None, rule).init(jnp.ones(1))
+    assert presets.to_torch_state_dict(opt_state) == {}
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,43 @@ def test_apply_if_finite_outside_hides_bad_steps_from_the_rule():
     _, state = run(ols.loss_scaled(optax.apply_if_finite(adam(), 9), RULE), history)
     assert ols.get_loss_scale(state) == SCALE / 8
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 3
+
+
+MONITORS = {
+    "norm": optax.tree.norm,
+    "average": optax.measure_with_ema(optax.tree.norm, decay=0.5),
+    # The average of a condition is a bool at first, and a number after one update.
+    "share": optax.measure_with_ema(lambda u: optax.tree.norm(u) > 0.6, decay=0.5),
+}
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_monitor_measures_the_steps_that_were_applied(jit, check_updates):
+    # Its state holds no measurements before its first update.
+    bare = lenient(optax.chain(optax.monitor(MONITORS), optax.sgd(0.1)))
+    tx = ols.loss_scaled(bare, RULE, check_updates=check_updates)
+    update, opt_state, expected = jit(tx.update), tx.init(PARAMS), bare.init(PARAMS)
+    for step, finite in enumerate([False, True, True, False, True]):
+        grads = jax.tree.map(lambda g, step=step: g * (step % 2), GRADS)
+        scaled = ols.scale(grads, opt_state)
+        _, opt_state = update(scaled if finite else BAD, opt_state, PARAMS)
+        if finite:
+            _, expected = bare.update(grads, expected, PARAMS)
+            for name in MONITORS:
+                measured = optax.tree.get(opt_state, name)
+                np.testing.assert_allclose(measured, optax.tree.get(expected, name))
+        elif step == 0:
+            assert optax.tree.get(opt_state, "norm") == 0.0
+
+
+def test_an_inner_state_that_loses_an_array_is_refused_by_its_path():
+    def update(grads, state, params=None):
+        return grads, {"count": state["count"]}
+
+    inner = optax.GradientTransformation(
+        lambda params: {"count": jnp.zeros(()), "moment": jnp.zeros(2)}, update
+    )
+    tx = ols.loss_scaled(inner, RULE)
+    with pytest.raises(ValueError, match=r"held before, got one without \['moment'\]"):
+        jax.jit(tx.update)(SCALED, tx.init(PARAMS), PARAMS)

@@ -121,3 +121,47 @@ def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
 def test_unscale_refuses_a_mask_of_another_tree_structure():
     with pytest.raises(ValueError, match="dict"):
         ols.unscale({"a": jnp.ones(2)}, STATE, mask={"b": True})
+
+
+def twice(grads):
+    return ols.unscale(ols.unscale(grads, STATE), STATE)
+
+
+def updated(grads):
+    tx = ols.loss_scaled(optax.sgd(0.1))
+    opt_state = tx.init(grads)
+    return tx.update(ols.unscale(grads, opt_state), opt_state)[0]
+
+
+@pytest.mark.parametrize("step", [twice, updated])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_gradients_that_unscale_returned_are_not_unscaled_again(step, jit):
+    message = r"got an array that `unscale` has returned.*grads_unscaled=True"
+    with pytest.raises(ValueError, match=message):
+        jit(step)({"w": jnp.ones(2), "b": jnp.ones(1)})
+
+
+def test_the_same_scaled_gradients_may_be_unscaled_several_times():
+    grads = jnp.ones(2)
+    for _ in range(2):
+        assert ols.unscale(grads, STATE)[0] == 2.0**-10
+
+
+def test_leaves_that_are_left_alone_are_not_taken_for_unscaled_ones():
+    grads = {"w": jnp.ones(2), "seen": jnp.ones(2), "count": jnp.arange(2)}
+    mask = {"w": True, "seen": False, "count": True}
+    first = ols.unscale(grads, STATE, mask=mask)
+    rest = {name: first[name] for name in ("seen", "count")}
+    assert ols.unscale(rest, STATE)["seen"][0] == 2.0**-10
+
+
+def test_what_was_computed_from_unscaled_gradients_may_be_scaled_and_unscaled():
+    unscaled = ols.unscale(jnp.ones(2), STATE)
+    again = ols.unscale(ols.scale(unscaled, STATE), STATE)
+    np.testing.assert_array_equal(again, unscaled)
+
+
+def test_without_a_loss_scale_there_is_nothing_to_unscale_twice():
+    state = ols.no_loss_scale().init()
+    grads = ols.unscale(ols.unscale(jnp.ones(2), state), state)
+    np.testing.assert_array_equal(grads, [1.0, 1.0])

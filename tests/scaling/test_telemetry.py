@@ -1,6 +1,7 @@
-"""Metrics of a training loop, and the error for a run that stalls."""
+"""Metrics of a training loop, and the error and the warning for a run that stalls."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -200,3 +201,92 @@ def test_the_gradient_norm_counts_every_leaf_of_a_node_that_gives_all_one_key():
     grads = Twin(*(jnp.full(1, 1024.0) for _ in range(4)))
     assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
     assert len(ols.diagnostics.nonfinite_report(grads)) == 4
+
+
+WARNING = (
+    "the last 3 steps were skipped, and the loss scale is 128. (Look for NaN and "
+    "infinity in the batch, the parameters and the loss, which no scale can prevent: "
+    "`ols.diagnostics.trace_operations` names the operation. Check the learning rate. "
+    "If you pass `accept`, it may refuse every step.)"
+)
+
+
+def warnings_of(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.block_until_ready(run())
+    return [str(warning.message) for warning in caught]
+
+
+def steps_of(history, tx, opt_state, jit=jax.jit):
+    update = jit(lambda grads, opt_state: tx.update(grads, opt_state)[1])
+    for finite in history:
+        opt_state = update(jnp.full(2, 1.0 if finite else jnp.nan), opt_state)
+    return opt_state
+
+
+def scanned(history, tx, opt_state):
+    def step(opt_state, finite):
+        grads = jnp.where(finite, 1.0, jnp.full(2, jnp.nan))
+        return tx.update(grads, opt_state)[1], None
+
+    return jax.jit(lambda *args: jax.lax.scan(step, *args)[0])(
+        opt_state, jnp.asarray(history)
+    )
+
+
+WAYS = {
+    "jit": steps_of,
+    "eager": lambda *args: steps_of(*args, jit=lambda f: f),
+    "scan": scanned,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_warn_after_warns_once_in_the_step_that_completes_the_row(way):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=3)
+    run = lambda history: WAYS[way](history, tx, tx.init(jnp.ones(2)))  # noqa: E731
+    assert warnings_of(lambda: run([False, False, True, False, False])) == []
+    assert warnings_of(lambda: run([False] * 8)) == [WARNING]
+
+
+def test_warn_after_changes_nothing_else():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
+    warning = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=2)
+    history = [True, False, False, False, True]
+    opt_state = tx.init(jnp.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = [steps_of(history, each, opt_state) for each in (tx, warning)]
+    assert_same_bits(*states)
+
+
+def test_warn_after_sees_one_member_of_an_ensemble():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=3)
+    opt_state = jax.vmap(tx.init)(jnp.ones((2, 2)))
+    grads = jnp.asarray([[1.0, 1.0], [1.0, jnp.nan]])
+
+    def run(opt_state):
+        for _ in range(5):
+            _, opt_state = jax.jit(jax.vmap(tx.update))(grads, opt_state)
+        return opt_state
+
+    assert warnings_of(lambda: run(opt_state)) == [WARNING]
+
+
+def test_warn_after_counts_steps_that_are_not_accepted():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=2)
+
+    def run(opt_state):
+        for _ in range(3):
+            _, opt_state = tx.update(jnp.ones(2), opt_state, accept=False)
+        return opt_state
+
+    (message,) = warnings_of(lambda: run(tx.init(jnp.ones(2))))
+    assert message.startswith("the last 2 steps were skipped, and the loss scale is 1")
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (True, TypeError)])
+def test_warn_after_must_be_a_number_of_steps(value, error):
+    with pytest.raises(error, match="`warn_after` must be"):
+        ols.loss_scaled(optax.sgd(0.1), warn_after=value)

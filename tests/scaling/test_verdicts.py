@@ -12,6 +12,18 @@ from helpers.inner import adam
 
 PARAMS = jnp.asarray([1.0, -2.0])
 GRADS = jnp.asarray([0.5, 0.25])
+
+
+def rule_that_reports(last_finite):
+    """A rule of one's own that reports the same verdict whatever happened."""
+    static = ols.static_loss_scale(2.0**10)
+
+    def adjust(state, grads_finite, grads_max=None):
+        return state._replace(last_finite=jnp.asarray(last_finite))
+
+    return static.init, adjust
+
+
 RULES = {
     "dynamic": ols.dynamic_loss_scale(2.0**10, growth_interval=2),
     "smooth": ols.smooth_loss_scale(2.0**10),
@@ -255,3 +267,71 @@ def test_a_step_with_verdicts_can_be_scanned():
     (_, opt_state), scales = jax.lax.scan(step, (PARAMS, opt_state), accepts)
     np.testing.assert_array_equal(scales, [2.0**10, 2.0**10, 2.0**11, 2.0**11])
     assert ols.loss_scale_metrics(opt_state)["total_notfinite"] == 1
+
+
+TELLING = {
+    **RULES,
+    "own, says finite": ols.LossScale(*rule_that_reports(True)),
+    "own, says nonfinite": ols.LossScale(*rule_that_reports(False)),
+    "own, never skips": ols.LossScale(*rule_that_reports(False), skips=False),
+}
+STEPS = {
+    "sound": {},
+    "nonfinite gradients": {"grads": GRADS * jnp.nan},
+    "nonfinite verdict": {"grads_finite": False},
+    "not accepted": {"accept": False},
+    "nonfinite and not accepted": {"grads": GRADS * jnp.inf, "accept": False},
+    "a scale of zero": {"scale": 0.0},
+    "a scale of NaN": {"scale": jnp.nan},
+    "nonfinite updates": {"params": PARAMS * jnp.inf},
+}
+
+
+def counting():
+    """An optimizer that counts its updates, which are nonfinite if parameters are."""
+
+    def update(grads, count, params=None):
+        return grads - params, count + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+
+
+@pytest.mark.parametrize("run", [eager, jitted])
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize("name", TELLING)
+def test_the_state_tells_whether_the_step_was_applied(name, check_updates, run):
+    tx = ols.loss_scaled(counting(), TELLING[name], check_updates=check_updates)
+    first = tx.init(PARAMS)
+
+    @run
+    def step(opt_state, params, grads, accept, finite):
+        kwargs = {} if accept is None else {"accept": accept}
+        kwargs |= {} if finite is None else {"grads_finite": finite}
+        return tx.update(grads, opt_state, params, **kwargs)[1]
+
+    for case in STEPS.values():
+        scale_state = first.loss_scale_state
+        if "scale" in case and name != "none":
+            scale = jnp.asarray(case["scale"], jnp.float32)
+            scale_state = scale_state._replace(loss_scale=scale)
+        old = first._replace(loss_scale_state=scale_state)
+        grads, params = case.get("grads", GRADS), case.get("params", PARAMS)
+        new = step(old, params, grads, case.get("accept"), case.get("grads_finite"))
+        was_applied = bool(new.inner_state == 1)
+        state = new.loss_scale_state
+        assert ols.where_applied(new, True, False) == was_applied, case
+        if name == "none" and "accept" not in case:
+            continue  # Nothing is counted then.
+        assert ols.loss_scale_metrics(new)["last_finite"] == was_applied, case
+        assert (state.notfinite_count == 0) == was_applied, case
+        assert state.total_notfinite == int(not was_applied), case
+        assert state.step_count == 1, case
+
+
+def test_a_link_in_a_chain_tells_whether_it_let_the_gradients_through():
+    tx = optax.chain(ols.loss_scaled(), optax.trace(0.9))
+    opt_state = tx.init(PARAMS)
+    for grads, is_passed in ((GRADS, True), (GRADS * jnp.nan, False)):
+        _, new = tx.update(ols.scale(grads, opt_state), opt_state)
+        assert ols.where_applied(new, True, False) == is_passed
+        assert np.any(new[1].trace != 0) == is_passed

@@ -88,6 +88,79 @@ def test_a_copy_of_an_nnx_state_keeps_its_values():
     np.testing.assert_array_equal(model.var[...], [1.0, 1.0])
 
 
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
+def flat(model):
+    return nnx.to_flat_state(nnx.state(model))
+
+
+def raw(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else jnp.copy(leaf)
+
+
+def numbers(model):
+    return [raw(variable[...]) for _, variable in flat(model)]
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_skipped_step_leaves_a_whole_nnx_model_as_it_was(jit):
+    model = Net()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @jit
+    def step(model, optimizer, x):
+        old = nnx.clone(model)
+        grad_fn = ols.scaled_grad(lambda model, x: jnp.mean(model(x)), optimizer)
+        optimizer.update(model, grad_fn(model, x))
+        ols.where_applied(optimizer, model, old)
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    first = numbers(model)
+    step(model, optimizer, x)
+    before = numbers(model)
+    # Two statistics, one count of dropout, kernel and bias; the key stays.
+    changed = [not np.array_equal(*pair) for pair in zip(first, before, strict=True)]
+    assert sum(changed) >= 5
+    step(model, optimizer, x * jnp.nan)
+    assert_same_bits(numbers(model), before)
+    step(model, optimizer, x)
+    assert not np.array_equal(model.norm.mean[...], before[0])
+    assert all(np.isfinite(number).all() for number in numbers(model))
+
+
+def test_several_nnx_models_may_stand_in_a_tree_beside_arrays():
+    model, target = Net(), Net()
+    old = {"model": nnx.clone(model), "target": nnx.clone(target), "mean": 1.0}
+    before = numbers(target)
+    model(jnp.ones((4, 2)))
+    nnx.update(target, jax.tree.map(lambda x: x + 1, nnx.state(target, nnx.Param)))
+    new = {"model": model, "target": target, "mean": 2.0}
+    kept = ols.where_applied(APPLIED, new, old)
+    assert kept["model"] is model
+    assert kept["mean"] == 2.0
+    assert not np.array_equal(model.norm.mean[...], old["model"].norm.mean[...])
+    kept = ols.where_applied(SKIPPED, new, old)
+    assert kept["target"] is target
+    assert kept["mean"] == 1.0
+    assert_same_bits(numbers(target), before)
+
+
+def test_an_nnx_model_as_its_own_old_value_is_refused():
+    model = Net()
+    with pytest.raises(ValueError, match=r"`old` must be a copy.*nnx.clone\(model\)"):
+        ols.where_applied(APPLIED, model, model)
+
+
 def test_it_works_inside_a_scan_of_steps():
     def step(carry, grad):
         opt_state, mean = carry
