@@ -10,6 +10,9 @@ A program describes its task with four functions, and `train` does the rest:
 `state` is a pytree of arrays that holds everything that a step changes. A checkpoint
 holds this state, and a batch depends on the number of its step only. So a run that was
 killed continues with the same bits as if it had never stopped.
+
+A run whose last 50 steps were all skipped ends with an error. The state of NNX hides
+its loss scale, so a program with NNX also passes a function that returns the optimizer.
 """
 
 import argparse
@@ -26,6 +29,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+import optax_lossscale as ols
 
 # A run may continue with other values of these options. They do not change its numbers,
 # except that another number of devices adds them up in another order.
@@ -64,6 +69,7 @@ def train(
     batch_of: Callable[[int], Any],
     step: Callable[[Any, Any], tuple[Any, jax.Array]],
     evaluate: Callable[[Any], dict[str, jax.Array]],
+    optimizer_of: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
     """Trains from the start or the last checkpoint, and returns the final state."""
     everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -92,6 +98,7 @@ def train(
         state, loss = step(state, jax.tree.map(spread, batch_of(count - 1)))
         bar.update()
         if count % options.report == 0 or count == options.steps:
+            ols.raise_if_stalled(optimizer_of(state))
             figures = journal.add(count, {"loss": loss, **evaluate(state)}, state)
             bits = np.log2(figures["loss_scale"])
             bar.set_postfix(loss=figures["loss"], loss_scale=f"2^{bits:.3g}")

@@ -184,7 +184,13 @@ def main() -> None:
             **scale_figures(optimizer, grads, exact),
         }
 
-    state = train(options, mesh, lambda: nnx.state(make()), batch_of, step, evaluate)
+    def start() -> nnx.State:
+        return nnx.state(make())
+
+    def optimizer_of(state: nnx.State) -> nnx.Optimizer:
+        return nnx.merge(structure, state)[1]
+
+    state = train(options, mesh, start, batch_of, step, evaluate, optimizer_of)
     if jax.process_count() == 1:
         print(generate(nnx.merge(structure, state)[0], "The ", options.length, 200))
 

@@ -165,6 +165,7 @@ def train(arguments: argparse.Namespace) -> None:
             manager.save(step, args=saved, force=step == arguments.steps - 1)
         if step == arguments.kill_step and jax.process_index() == 0:
             os._exit(9)
+    ols.raise_if_stalled(opt_state)
     metrics = ols.loss_scale_metrics(opt_state)
     print(
         f"process {jax.process_index()} of {jax.process_count()}, "

@@ -31,7 +31,7 @@ cd "$scratch" # So that nothing is imported from the checkout.
 for built in dist/*; do
   python3.11 -m venv --clear bare
   bare/bin/pip install -q "$built" pytest
-  doctests --pyargs optax_lossscale --ignore-glob='*/plotting.py' \
+  doctests --pyargs optax_lossscale --ignore-glob='*/plotting' \
     --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py'
   bare/bin/pip install -q "$built[plot]"
   doctests --pyargs optax_lossscale.plotting
