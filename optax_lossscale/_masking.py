@@ -18,9 +18,14 @@ from jax.extend import core
 
 from optax_lossscale._jaxprs import bind
 from optax_lossscale._nnx import states_of, updated
-from optax_lossscale._state import find_loss_scale_state, with_arrays
+from optax_lossscale._state import (
+    LossScaleState,
+    find_loss_scale_state,
+    with_arrays,
+)
 from optax_lossscale._tree import (
     dtype_of,
+    find_by_type,
     is_floating,
     is_floating_array,
     is_numeric,
@@ -96,9 +101,10 @@ def mask_state(is_applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _becomes_floating(new: PyTree, old: PyTree) -> bool:
-    """Whether an update makes a floating array of a bool, as an average of bools does.
+    """Whether an update makes a floating array of bools or integers.
 
-    See `optax.measure_with_ema`.
+    `optax.measure_with_ema` does so with what it averages, which a cast back would
+    round.
     """
     return is_floating(new) and not is_floating(old)
 
@@ -111,7 +117,13 @@ def _with_added(new: PyTree, old: PyTree) -> PyTree:
     structure: Any = jax.tree.structure(new)
     if structure == jax.tree.structure(old):
         return old
-    known = dict(jax.tree_util.tree_leaves_with_path(old))
+    leaves = jax.tree_util.tree_leaves_with_path(old)
+    known = dict(leaves)
+    if len(known) < len(leaves):  # A node of your own gives all its leaves one key.
+        raise ValueError(
+            "the state of `inner` must keep its structure, got another one, whose "
+            "arrays have no paths of their own."
+        )
     added = jax.tree_util.tree_map_with_path(
         lambda path, leaf: known.pop(path) if path in known else jnp.zeros_like(leaf),
         new,
@@ -157,8 +169,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.
       new: A pytree of arrays of any shape and dtype. Leaves that are not arrays
-        are returned as they are. NNX modules in it are changed in place: after a
-        skipped step all their variables have their old values again.
+        are returned as they are. NNX modules and variables in it are changed in place:
+        after a skipped step they have their old values again.
       old: A pytree of the same structure and shapes.
 
     Returns:
@@ -166,8 +178,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several (the message says how
-        to pick one), if `new` and `old` differ in structure or shape, or if they share
-        an `nnx.Variable`, whose old value is then lost.
+        to pick one), if `new` holds one, if `new` and `old` differ in structure or
+        shape, or if they share an `nnx.Variable`, whose old value is then lost.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -178,6 +190,12 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
       Array([0.], dtype=float32)
     """
     is_applied = with_arrays(find_loss_scale_state(state)).last_finite
+    if find_by_type(new, LossScaleState):
+        raise ValueError(
+            "`new` must not hold the loss scale, which has to change when a step is "
+            "skipped. (Pass only what lives outside the optimizer, such as "
+            "`train_state.batch_stats`.)"
+        )
     modules = new
     new, old = states_of(new), states_of(old)
     if _variables(new) & _variables(old):
@@ -193,17 +211,22 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         new, old = unwrapped(new), unwrapped(old)
         if old is None or jnp.shape(new) != jnp.shape(old):
             got = "None" if old is None else jnp.shape(old)
-            raise ValueError(
-                "`new` and `old` must have the same structure and shapes, got "
-                f"{jnp.shape(new)} and {got}."
-            )
+            raise ValueError(f"{jnp.shape(new)} and {got}.")
         if (dtype := dtype_of(new)) is not None and dtype != dtype_of(old):
             old = jnp.asarray(old).astype(dtype)
         # A state may have an entry for each device or ensemble member.
         axes = range(is_applied.ndim, max(jnp.ndim(new), is_applied.ndim))
         return _keep(lax.expand_dims(is_applied, axes), new, old)
 
-    return updated(modules, jax.tree.map(select, new, old))
+    try:
+        selected = jax.tree.map(select, new, old)
+    except ValueError as error:
+        raise ValueError(
+            f"`new` and `old` must have the same structure and shapes, got {error} "
+            "(To `new=model` belongs `old=nnx.clone(model)`. What `sow` has added is "
+            "removed by `nnx.pop(model, nnx.Intermediate)`.)"
+        ) from error
+    return updated(modules, selected)
 
 
 def _variables(tree: PyTree) -> set[int]:
@@ -254,8 +277,9 @@ def run_masked(
 
 
 def _is_traced() -> bool:
-    """Whether operations are staged into a program, as under `jit`."""
-    return isinstance(lax.full((), 0), jax.core.Tracer)
+    """Whether operations are staged into a program, and `jax.jit` is not disabled."""
+    is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return isinstance(lax.full((), 0), jax.core.Tracer) and not is_disabled
 
 
 def _run_masked_early(

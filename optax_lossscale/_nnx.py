@@ -96,12 +96,12 @@ def states_of(tree: PyTree) -> PyTree:
 
 
 def updated(tree: PyTree, states: PyTree) -> PyTree:
-    """`states_of(tree)` with other values, and the modules, changed in place."""
+    """The tree with `states` in it, modules and variables changed in place."""
     if flax_nnx() is None:
         return states
 
     def update(node: PyTree, state: PyTree) -> PyTree:
-        if not is_module(node) or is_variable(node):
+        if not is_module(node):
             return state
         flax_nnx().update(node, state)
         return node

@@ -11,8 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._state import Unscaled, find_loss_scale_state, get_loss_scale
-from optax_lossscale._tree import map_floating, resolve_mask, widen
+from optax_lossscale._state import (
+    LossScaleState,
+    Unscaled,
+    find_loss_scale_state,
+    get_loss_scale,
+)
+from optax_lossscale._tree import map_floating, resolve_mask, where_true, widen
 from optax_lossscale._types import Mask, PyTree
 
 
@@ -83,8 +88,9 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several, or if a leaf is one
-        that `unscale` returned: as in PyTorch, gradients are unscaled once. (Arrays
-        that were computed from such a leaf are not recognized.)
+        that `unscale` returned for the same state: as in PyTorch, gradients are
+        unscaled once. (Arrays that were computed from such a leaf, or that another
+        jitted function returned, are not recognized.)
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -97,24 +103,29 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       (https://arxiv.org/abs/1710.03740).
     """
     state = find_loss_scale_state(state)
+    check_scaled(tree, state, mask)
+    unscaled = map_scaled(unscale_leaves, tree, get_loss_scale(state), mask)
+    if not isinstance(state.rule_state, Unscaled):
+        pairs = zip(*map(jax.tree.leaves, (tree, unscaled)), strict=True)
+        divided = [leaf for old, leaf in pairs if leaf is not old]
+        _unscaled.update({(id(leaf), id(state.loss_scale)): leaf for leaf in divided})
+    return unscaled
 
-    def unscale_once(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
-        if any(_unscaled.get(id(leaf)) is leaf for leaf in leaves):
+
+# What `unscale` has returned, by its identity and that of the scale, as long as
+# somebody holds it.
+_unscaled: WeakValueDictionary[tuple[int, int], jax.Array] = WeakValueDictionary()
+
+
+def check_scaled(tree: PyTree, state: LossScaleState, mask: Mask = None) -> None:
+    """Refuses what `unscale` has returned for the same state."""
+    for leaf in jax.tree.leaves(where_true(resolve_mask(mask, tree), tree)):
+        if _unscaled.get((id(leaf), id(state.loss_scale))) is leaf:
             raise ValueError(
-                "`tree` must hold gradients of the scaled loss, got an array that "
-                "`unscale` has returned. (After `unscale`, call "
-                "`tx.update(..., grads_unscaled=True)`.)"
+                "the gradients must be scaled, got an array that `unscale` has "
+                "returned. (After `unscale`, call `tx.update(..., "
+                "grads_unscaled=True)`.)"
             )
-        unscaled: list[jax.Array] = unscale_leaves(leaves, loss_scale)
-        if not isinstance(state.rule_state, Unscaled):
-            _unscaled.update({id(leaf): leaf for leaf in unscaled})
-        return unscaled
-
-    return map_scaled(unscale_once, tree, get_loss_scale(state), mask)
-
-
-# What `unscale` has returned, by identity, as long as somebody holds it.
-_unscaled: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
 
 
 def map_scaled(

@@ -149,12 +149,13 @@ _ADVICE = (
 def warn_if_stalled(state: LossScaleState, after: int) -> LossScaleState:
     """Warns on the host in the step in which `after` steps in a row were skipped.
 
-    Returns the state, whose count must be used: it goes through the callback. A
-    callback with side effects, such as `jax.debug.callback`, would make every step
-    slower.
+    Returns the state, whose scale goes through the callback, because every later step
+    needs it. A callback with side effects, such as `jax.debug.callback`, would make
+    every step slower.
     """
 
-    def warn(count: np.ndarray, loss_scale: np.ndarray) -> np.ndarray:
+    def warn(*arrays: jax.Array) -> np.ndarray:
+        loss_scale, count = map(np.asarray, arrays)
         if np.any(count == after):  # Under `vmap` it is called in every step.
             warnings.warn(
                 f"the last {after} steps were skipped, and the loss scale is "
@@ -162,15 +163,15 @@ def warn_if_stalled(state: LossScaleState, after: int) -> LossScaleState:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return count
+        return loss_scale
 
-    count = lax.cond(
-        state.notfinite_count == after,
-        lambda count, s: jax.pure_callback(
-            warn, count, count, s, vmap_method="expand_dims"
-        ),
-        lambda count, s: count,
-        state.notfinite_count,
-        lax.stop_gradient(state.loss_scale),
-    )
-    return state._replace(notfinite_count=count)
+    def call(loss_scale: jax.Array, count: jax.Array) -> jax.Array:
+        arrays = loss_scale, count
+        same: jax.Array = jax.pure_callback(
+            warn, loss_scale, *arrays, vmap_method="expand_dims"
+        )
+        return same
+
+    count, loss_scale = state.notfinite_count, lax.stop_gradient(state.loss_scale)
+    same = lax.cond(count == after, call, lambda s, _: s, loss_scale, count)
+    return state._replace(loss_scale=same)

@@ -22,7 +22,7 @@ from optax_lossscale._rules import (
     hold,
     is_identity,
 )
-from optax_lossscale._scaling import map_scaled, unscale, unscale_leaves
+from optax_lossscale._scaling import check_scaled, map_scaled, unscale_leaves
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
@@ -40,6 +40,7 @@ from optax_lossscale._tree import (
     find_by_type,
     is_absent,
     is_narrow,
+    is_wrapped,
     resolve_mask,
     strengthen,
     where_true,
@@ -129,9 +130,10 @@ def loss_scaled(
         Updates of leaves that `unscale_mask` marks False are not checked. It has no
         effect with a rule that does not skip.
       warn_after: In the step in which this many steps in a row have been skipped, at
-        least 1, show a warning on the host, also from inside `lax.scan`. None never
-        warns. It costs a callback in the compiled program, which also cannot be
-        exported then; `raise_if_stalled` costs nothing.
+        least 1, show a warning on the host, also from inside `lax.scan`. (`pmap` and
+        `shard_map` give one for each device.) None never warns. It costs a callback in
+        the compiled program, which cannot be exported then. `raise_if_stalled` costs
+        nothing.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` has
@@ -143,7 +145,8 @@ def loss_scaled(
       * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False means a batch that is
         not wanted. The step is skipped and counted, under every rule. The scale stays
         as it is, unless the gradients overflow too. (With `no_loss_scale()`, pass it in
-        every step or in none: a step without it counts nothing.)
+        every step or in none: a step without it leaves the counts and `last_finite` as
+        they were.)
       * `grads_unscaled`, True or False: whether you have called `unscale` on the
         gradients already, for example to clip them outside. They are checked and
         masked, and not unscaled again. A clip by value hides an infinity, so check
@@ -218,9 +221,10 @@ def loss_scaled(
         finite_leaf = as_leaf("grads_finite", grads_finite)
         accepted = None if accept is None else agree("accept", accept, axis_name)
         if is_identity(rule):
-            return _update_alone(
+            updates, new = _update_alone(
                 optimizer, updates, state, params, accepted, extra_args
             )
+            return updates, new if accepted is None else warned(new)
 
         grads, original_params = updates, params
         loss_scale_state, inner_state = state
@@ -228,17 +232,16 @@ def loss_scaled(
         mask = resolve_mask(unscale_mask, grads)
         loss_scale_state = _restore(loss_scale_state, first_state)
         loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
-        one = jnp.ones_like(loss_scale_state.loss_scale)
-        divisor = one if is_unscaled else loss_scale_state.loss_scale
+        divisor = loss_scale_state.loss_scale
+        divisor = jnp.ones_like(divisor) if is_unscaled else divisor
 
         leaves = (where_true(mask, grads), finite_leaf)
         verdict = judge(rule, loss_scale_state, was_usable, leaves, divisor, axis_name)
         if accepted is not None:
             verdict = reject_unless(accepted, verdict, loss_scale_state)
-        if is_unscaled:
-            grads = map_scaled(unscale_leaves, grads, one, mask)  # Widened.
-        else:
-            grads = unscale(grads, loss_scale_state, mask=mask)
+        if not is_unscaled:
+            check_scaled(grads, state.loss_scale_state, mask)
+        grads = map_scaled(unscale_leaves, grads, divisor, mask)
         # Positive zeros would be shared with those that a scatter in the backward pass
         # starts from, and XLA would store them.
         grads = mask_inputs(verdict.is_applied, grads, negative_zeros=True)
@@ -257,10 +260,13 @@ def loss_scaled(
             updates, new = mask_results(verdict.is_applied, updates, new, inner_state)
         else:
             updates, new = run_masked(verdict.is_applied, run, inner_state)
-        adjusted = verdict.adjusted
-        if warn_after is not None:
-            adjusted = warn_if_stalled(adjusted, warn_after)
-        return updates, LossScaledState(adjusted, new)
+        return updates, warned(LossScaledState(verdict.adjusted, new))
+
+    def warned(state: LossScaledState) -> LossScaledState:
+        if warn_after is None:
+            return state
+        loss_scale_state = warn_if_stalled(state.loss_scale_state, warn_after)
+        return state._replace(loss_scale_state=loss_scale_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -337,7 +343,8 @@ def adopt_inner_state(
       A `LossScaledState` with the rule's first scale.
 
     Raises:
-      TypeError: If `loss_scale` is not a `LossScale`.
+      TypeError: If `loss_scale` is not a `LossScale`, or `inner_state` is a whole
+        `TrainState` or belongs to an `nnx.Optimizer`.
       ValueError: If `inner_state` is loss-scaled itself.
 
     Example:
@@ -348,6 +355,17 @@ def adopt_inner_state(
       Array(32768., dtype=float32)
     """
     _check_not_nested("inner_state", inner_state)
+    if hasattr(inner_state, "opt_state"):
+        raise TypeError(
+            "`inner_state` must be the state of an optimizer, got a "
+            f"{type(inner_state).__name__}. (Did you mean its `opt_state`?)"
+        )
+    if any(map(is_wrapped, jax.tree.leaves(inner_state, is_leaf=is_wrapped))):
+        raise TypeError(
+            "`inner_state` must hold arrays, got NNX variables. (Write `optimizer = "
+            "nnx.Optimizer(model, loss_scaled(inner), wrt=nnx.Param)`, and "
+            "`optimizer.opt_state = optimizer.opt_state._replace(inner_state=...)`.)"
+        )
     return LossScaledState(_check_rule(loss_scale).init(), inner_state)
 
 

@@ -310,6 +310,14 @@ def test_a_saved_nnx_optimizer_goes_on_with_its_moments_under_a_loss_scale():
     assert optimizer.opt_state.inner_state[0].count[...] == 4
 
 
+def test_what_holds_an_optimizer_state_is_refused_with_the_way_to_take_it_over():
+    with pytest.raises(TypeError, match=r"got a TrainState.*its `opt_state`"):
+        ols.adopt_inner_state(train_state(1))
+    optimizer = nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), BARE, wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"got NNX variables.*_replace\(inner_state="):
+        ols.adopt_inner_state(optimizer.opt_state)
+
+
 def test_a_saved_equinox_pair_goes_on_with_its_moments_under_a_loss_scale(tmp_path):
     def step(tx, model, opt_state, grads):
         updates, opt_state = tx.update(grads, opt_state, model)

@@ -348,6 +348,16 @@ def test_an_update_that_prints_runs_exactly_once(capfd):
     assert capfd.readouterr().out.count("moment 1.0") == 1
 
 
+def test_an_update_that_is_staged_while_jit_is_disabled_is_masked_too():
+    with jax.disable_jit():
+        program = jax.make_jaxpr(masked)(BAD, GRADS, OLD)
+        flat = jax.extend.core.jaxpr_as_fun(program)(
+            *jax.tree.leaves((BAD, GRADS, OLD))
+        )
+    expected = jax.tree.leaves(masked(BAD, GRADS, OLD))
+    assert_same_bits(list(flat), expected)
+
+
 @pytest.mark.parametrize("prints", [False, True])
 def test_an_update_with_side_effects_is_traced_once_too(prints):
     calls = []

@@ -159,7 +159,10 @@ def test_apply_if_finite_outside_hides_bad_steps_from_the_rule():
 MONITORS = {
     "norm": optax.tree.norm,
     "average": optax.measure_with_ema(optax.tree.norm, decay=0.5),
-    # The average of a condition is a bool at first, and a number after one update.
+    # The averages of a number and of a condition are floating after one update.
+    "large": optax.measure_with_ema(
+        lambda u: sum(jnp.sum(x > 0.3) for x in jax.tree.leaves(u)), decay=0.5
+    ),
     "share": optax.measure_with_ema(lambda u: optax.tree.norm(u) > 0.6, decay=0.5),
 }
 
@@ -182,6 +185,27 @@ def test_a_monitor_measures_the_steps_that_were_applied(jit, check_updates):
                 np.testing.assert_allclose(measured, optax.tree.get(expected, name))
         elif step == 0:
             assert optax.tree.get(opt_state, "norm") == 0.0
+
+
+def test_an_inner_state_that_grows_without_paths_of_its_own_is_refused():
+    class Twins:
+        def __init__(self, *leaves):
+            self.leaves = leaves
+
+    jax.tree_util.register_pytree_with_keys(
+        Twins,
+        lambda twins: ([(jax.tree_util.DictKey("x"), x) for x in twins.leaves], None),
+        lambda _, leaves: Twins(*leaves),
+    )
+
+    def update(grads, state, params=None):
+        return grads, Twins(*state.leaves, jnp.zeros(()))
+
+    first = Twins(jnp.ones(()), jnp.ones(()))
+    inner = optax.GradientTransformation(lambda params: first, update)
+    tx = ols.loss_scaled(inner, RULE)
+    with pytest.raises(ValueError, match="arrays have no paths of their own"):
+        tx.update(SCALED, tx.init(PARAMS), PARAMS)
 
 
 def test_an_inner_state_that_loses_an_array_is_refused_by_its_path():

@@ -161,6 +161,13 @@ def test_what_was_computed_from_unscaled_gradients_may_be_scaled_and_unscaled():
     np.testing.assert_array_equal(again, unscaled)
 
 
+def test_gradients_may_be_unscaled_for_two_scales_one_after_the_other():
+    other = ols.static_loss_scale(2.0**4).init()
+    twice_scaled = ols.scale(ols.scale(jnp.ones(2), STATE), other)
+    grads = ols.unscale(ols.unscale(twice_scaled, STATE), other)
+    np.testing.assert_array_equal(grads, [1.0, 1.0])
+
+
 def test_without_a_loss_scale_there_is_nothing_to_unscale_twice():
     state = ols.no_loss_scale().init()
     grads = ols.unscale(ols.unscale(jnp.ones(2), state), state)

@@ -235,10 +235,24 @@ def scanned(history, tx, opt_state):
     )
 
 
+def scales_alone(history, tx, opt_state):
+    """Only the scales of a scan are returned, and no state."""
+
+    def step(opt_state, finite):
+        grads = jnp.where(finite, 1.0, jnp.full(2, jnp.nan))
+        opt_state = tx.update(grads, opt_state)[1]
+        return opt_state, ols.get_loss_scale(opt_state)
+
+    return jax.jit(lambda *args: jax.lax.scan(step, *args)[1])(
+        opt_state, jnp.asarray(history)
+    )
+
+
 WAYS = {
     "jit": steps_of,
     "eager": lambda *args: steps_of(*args, jit=lambda f: f),
     "scan": scanned,
+    "scales": scales_alone,
 }
 
 
@@ -248,6 +262,21 @@ def test_warn_after_warns_once_in_the_step_that_completes_the_row(way):
     run = lambda history: WAYS[way](history, tx, tx.init(jnp.ones(2)))  # noqa: E731
     assert warnings_of(lambda: run([False, False, True, False, False])) == []
     assert warnings_of(lambda: run([False] * 8)) == [WARNING]
+
+
+def test_warn_after_works_where_transfers_are_forbidden():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=3)
+    opt_state, grads = tx.init(jnp.ones(2)), jnp.full(2, jnp.nan)
+    update = jax.jit(lambda opt_state: tx.update(grads, opt_state)[1])
+
+    def run(opt_state):
+        with jax.transfer_guard("disallow"):
+            for _ in range(4):
+                opt_state = update(opt_state)
+        return opt_state
+
+    update(opt_state)  # Compiled before transfers are forbidden.
+    assert warnings_of(lambda: run(opt_state)) == [WARNING]
 
 
 def test_warn_after_changes_nothing_else():
@@ -274,8 +303,9 @@ def test_warn_after_sees_one_member_of_an_ensemble():
     assert warnings_of(lambda: run(opt_state)) == [WARNING]
 
 
-def test_warn_after_counts_steps_that_are_not_accepted():
-    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=2)
+@pytest.mark.parametrize("rule", [RULE, ols.no_loss_scale()])
+def test_warn_after_counts_steps_that_are_not_accepted(rule):
+    tx = ols.loss_scaled(optax.sgd(0.1), rule, warn_after=2)
 
     def run(opt_state):
         for _ in range(3):

@@ -155,6 +155,48 @@ def test_several_nnx_models_may_stand_in_a_tree_beside_arrays():
     assert_same_bits(numbers(target), before)
 
 
+def test_a_variable_is_changed_in_place_too():
+    model = Net()
+    old = nnx.clone(model.norm.mean)
+    model(jnp.ones((4, 2)))
+    kept = ols.where_applied(SKIPPED, {"mean": model.norm.mean}, {"mean": old})
+    assert kept["mean"] is model.norm.mean
+    np.testing.assert_array_equal(model.norm.mean[...], [0.0, 0.0])
+
+
+def test_a_tree_that_holds_the_loss_scale_is_refused():
+    # It would put back the scale and the counts of every skipped step.
+    class Trainer(nnx.Module):
+        def __init__(self):
+            self.model = Net()
+            self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
+
+    trainer = Trainer()
+    cases = [
+        (trainer.optimizer, trainer, nnx.clone(trainer)),
+        (SKIPPED, (jnp.ones(2), SKIPPED), (jnp.zeros(2), APPLIED)),
+    ]
+    for case in cases:
+        with pytest.raises(ValueError, match="`new` must not hold the loss scale"):
+            ols.where_applied(*case)
+
+
+def test_another_structure_of_an_nnx_model_is_refused_with_a_cure():
+    model = Net()
+    old = nnx.clone(model)
+    model(jnp.ones((4, 2)))
+    model.seen = nnx.Intermediate(jnp.ones(2))  # As `sow` adds it.
+    message = r"(?s)`new` and `old` must have the same structure.*nnx.pop\(model, nnx"
+    with pytest.raises(ValueError, match=message):
+        ols.where_applied(SKIPPED, model, old)
+    nnx.pop(model, nnx.Intermediate)
+    ols.where_applied(SKIPPED, model, old)
+    np.testing.assert_array_equal(model.norm.mean[...], [0.0, 0.0])
+    statistics = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    with pytest.raises(ValueError, match=r"(?s)same structure.*old=nnx.clone\(model\)"):
+        ols.where_applied(SKIPPED, model, statistics)
+
+
 def test_an_nnx_model_as_its_own_old_value_is_refused():
     model = Net()
     with pytest.raises(ValueError, match=r"`old` must be a copy.*nnx.clone\(model\)"):
