@@ -20,7 +20,7 @@ import optax
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
 from _lib.update_times import compare, make_inputs
-from _lib.updates import OPTIMIZERS, SHAPES, WAYS, shape_of
+from _lib.updates import OPTIMIZERS, SHAPES, WAYS, WITH_CALLBACKS, shape_of
 from optax_lossscale._checks import check_output_file
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     leaves = f"{arguments.leaves} x {arguments.size}"
 
     print(f"{versions()}; times over the bare optimizer's\n")
-    rows = compare("adamw", jnp.float16, leaves, list(WAYS), 3)
+    rows = compare("adamw", jnp.float16, leaves, [*WAYS, *WITH_CALLBACKS], 3)
     print_table(rows)
     shapes = [shape_of(arguments.size)] * arguments.leaves
     eager = eager_ratio(*make_inputs(shapes, jnp.float16))

@@ -196,9 +196,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
             "skipped. (Pass only what lives outside the optimizer, such as "
             "`train_state.batch_stats`.)"
         )
-    modules = new
-    new, old = states_of(new), states_of(old)
-    if _variables(new) & _variables(old):
+    states = states_of(new), states_of(old)
+    if set.intersection(*map(_variables, states)):
         raise ValueError(
             "`old` must be a copy, got variables that `new` holds too, so their old "
             "values are lost. (Before the step: `old = nnx.clone(model)`, or of a "
@@ -219,14 +218,14 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         return _keep(lax.expand_dims(is_applied, axes), new, old)
 
     try:
-        selected = jax.tree.map(select, new, old)
+        selected = jax.tree.map(select, *states)
     except ValueError as error:
         raise ValueError(
             f"`new` and `old` must have the same structure and shapes, got {error} "
             "(To `new=model` belongs `old=nnx.clone(model)`. What `sow` has added is "
             "removed by `nnx.pop(model, nnx.Intermediate)`.)"
         ) from error
-    return updated(modules, selected)
+    return updated(new, selected)
 
 
 def _variables(tree: PyTree) -> set[int]:

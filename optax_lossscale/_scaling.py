@@ -104,7 +104,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     """
     state = find_loss_scale_state(state)
     check_scaled(tree, state, mask)
-    unscaled = map_scaled(unscale_leaves, tree, get_loss_scale(state), mask)
+    unscaled = divide_out(tree, get_loss_scale(state), mask)
     if not isinstance(state.rule_state, Unscaled):
         pairs = zip(*map(jax.tree.leaves, (tree, unscaled)), strict=True)
         divided = [leaf for old, leaf in pairs if leaf is not old]
@@ -128,16 +128,11 @@ def check_scaled(tree: PyTree, state: LossScaleState, mask: Mask = None) -> None
             )
 
 
-def map_scaled(
-    divide: Callable[[list[Any], jax.Array], list[jax.Array]],
-    tree: PyTree,
-    loss_scale: jax.Array,
-    mask: Mask = None,
-) -> PyTree:
-    """Divides the floating leaves that a mask marks as scaled."""
+def divide_out(tree: PyTree, loss_scale: jax.Array, mask: Mask = None) -> PyTree:
+    """`unscale` by a scale, without the check."""
 
     def divide_part(is_scaled: bool, part: PyTree) -> PyTree:
-        return map_floating(divide, part, loss_scale) if is_scaled else part
+        return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
 
     return jax.tree.map(divide_part, resolve_mask(mask, tree), tree)
 

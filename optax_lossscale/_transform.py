@@ -22,7 +22,7 @@ from optax_lossscale._rules import (
     hold,
     is_identity,
 )
-from optax_lossscale._scaling import check_scaled, map_scaled, unscale_leaves
+from optax_lossscale._scaling import check_scaled, divide_out
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
@@ -241,7 +241,7 @@ def loss_scaled(
             verdict = reject_unless(accepted, verdict, loss_scale_state)
         if not is_unscaled:
             check_scaled(grads, state.loss_scale_state, mask)
-        grads = map_scaled(unscale_leaves, grads, divisor, mask)
+        grads = divide_out(grads, divisor, mask)
         # Positive zeros would be shared with those that a scatter in the backward pass
         # starts from, and XLA would store them.
         grads = mask_inputs(verdict.is_applied, grads, negative_zeros=True)

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _lib.updates import OPTIMIZERS, SHAPES, WAYS, Way, read_alone, shape_of
+from _lib.updates import (
+    OPTIMIZERS,
+    SHAPES,
+    WAYS,
+    WITH_CALLBACKS,
+    Way,
+    read_alone,
+    shape_of,
+)
 
 ROUNDS = 60
 
@@ -84,7 +92,7 @@ def compare(
     number, _, size = leaves.partition(" x ")
     shapes = SHAPES.get(leaves) or [shape_of(int(size))] * int(number)
     params, grads = make_inputs(shapes, dtype)
-    makers = WAYS | {"one read alone": read_alone}
+    makers = WAYS | WITH_CALLBACKS | {"one read alone": read_alone}
     ways = [makers[name](OPTIMIZERS[optimizer]) for name in names]
     programs = [make_program(way, params, grads, repeats) for way in ways]
     first = programs[0]

@@ -55,7 +55,7 @@ from optax_lossscale._rules import (
     no_loss_scale,
     static_loss_scale,
 )
-from optax_lossscale._scaling import map_scaled, unscale_leaves
+from optax_lossscale._scaling import divide_out
 from optax_lossscale._scaling import scale as scale_tree
 from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
 from optax_lossscale._tree import is_floating, is_numeric, strengthen
@@ -524,7 +524,7 @@ def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
 
 
 def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
-    return map_scaled(unscale_leaves, tree, _holding(loss_scale).loss_scale)
+    return divide_out(tree, _holding(loss_scale).loss_scale)
 
 
 def _holding(loss_scale: Any) -> LossScaleState:
