@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from optax_lossscale._jaxprs import bind
 from optax_lossscale._nnx import states_of, updated
 from optax_lossscale._state import (
     LossScaleState,
@@ -304,20 +303,10 @@ def _run_masked_early(
     if not closed.effects:
         early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
         inner = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def read(atoms: list[Any]) -> list[jax.Array]:
-        return [
-            atom.val if isinstance(atom, core.Literal) else values[atom]
-            for atom in atoms
-        ]
-
-    params = call.params | {"jaxpr": inner}
-    outputs = bind(call.primitive, read(call.invars), params)
-    values |= zip(call.outvars, outputs, strict=True)
-    results: tuple[PyTree, PyTree] = jax.tree.unflatten(
-        structure, read(closed.jaxpr.outvars)
-    )
+    call = call.replace(params=call.params | {"jaxpr": inner})
+    program = closed.replace(jaxpr=closed.jaxpr.replace(eqns=[call]))
+    outputs = core.jaxpr_as_fun(program)()
+    results: tuple[PyTree, PyTree] = jax.tree.unflatten(structure, outputs)
     return results
 
 

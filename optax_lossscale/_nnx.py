@@ -88,8 +88,6 @@ def states_of(tree: PyTree) -> PyTree:
 
     Variables that stand alone are left as they are.
     """
-    if flax_nnx() is None:
-        return tree
     return map_modules(
         lambda node: node if is_variable(node) else flax_nnx().state(node), tree
     )
@@ -97,8 +95,6 @@ def states_of(tree: PyTree) -> PyTree:
 
 def updated(tree: PyTree, states: PyTree) -> PyTree:
     """The tree with `states` in it, modules and variables changed in place."""
-    if flax_nnx() is None:
-        return states
 
     def update(node: PyTree, state: PyTree) -> PyTree:
         if not is_module(node):

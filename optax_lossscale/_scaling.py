@@ -103,6 +103,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       (https://arxiv.org/abs/1710.03740).
     """
     state = find_loss_scale_state(state)
+    mask = resolve_mask(mask, tree)
     check_scaled(tree, state, mask)
     unscaled = divide_out(tree, get_loss_scale(state), mask)
     if not isinstance(state.rule_state, Unscaled):
@@ -117,9 +118,9 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
 _unscaled: WeakValueDictionary[tuple[int, int], jax.Array] = WeakValueDictionary()
 
 
-def check_scaled(tree: PyTree, state: LossScaleState, mask: Mask = None) -> None:
-    """Refuses what `unscale` has returned for the same state."""
-    for leaf in jax.tree.leaves(where_true(resolve_mask(mask, tree), tree)):
+def check_scaled(tree: PyTree, state: LossScaleState, mask: PyTree) -> None:
+    """Refuses what `unscale` has returned for the same state; the mask is resolved."""
+    for leaf in jax.tree.leaves(where_true(mask, tree)):
         if _unscaled.get((id(leaf), id(state.loss_scale))) is leaf:
             raise ValueError(
                 "the gradients must be scaled, got an array that `unscale` has "
@@ -128,13 +129,13 @@ def check_scaled(tree: PyTree, state: LossScaleState, mask: Mask = None) -> None
             )
 
 
-def divide_out(tree: PyTree, loss_scale: jax.Array, mask: Mask = None) -> PyTree:
-    """`unscale` by a scale, without the check."""
+def divide_out(tree: PyTree, loss_scale: jax.Array, mask: PyTree = True) -> PyTree:
+    """`unscale` by a scale, without the check; the mask is resolved."""
 
     def divide_part(is_scaled: bool, part: PyTree) -> PyTree:
         return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
 
-    return jax.tree.map(divide_part, resolve_mask(mask, tree), tree)
+    return jax.tree.map(divide_part, mask, tree)
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.

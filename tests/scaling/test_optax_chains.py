@@ -9,6 +9,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam, lenient
+from helpers.nodes import Twins
 
 SCALE = 2.0**10
 RULE = ols.dynamic_loss_scale(SCALE)
@@ -188,16 +189,6 @@ def test_a_monitor_measures_the_steps_that_were_applied(jit, check_updates):
 
 
 def test_an_inner_state_that_grows_without_paths_of_its_own_is_refused():
-    class Twins:
-        def __init__(self, *leaves):
-            self.leaves = leaves
-
-    jax.tree_util.register_pytree_with_keys(
-        Twins,
-        lambda twins: ([(jax.tree_util.DictKey("x"), x) for x in twins.leaves], None),
-        lambda _, leaves: Twins(*leaves),
-    )
-
     def update(grads, state, params=None):
         return grads, Twins(*state.leaves, jnp.zeros(()))
 

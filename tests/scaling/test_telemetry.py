@@ -1,5 +1,6 @@
 """Metrics of a training loop, and the error and the warning for a run that stalls."""
 
+import functools
 import json
 import warnings
 
@@ -13,6 +14,7 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import enable_x64
 from helpers.inner import adam
+from helpers.nodes import Twins
 
 RULE = ols.dynamic_loss_scale(1024.0)
 
@@ -189,16 +191,7 @@ def test_raise_if_stalled_inside_jit_says_where_to_call_it():
 
 
 def test_the_gradient_norm_counts_every_leaf_of_a_node_that_gives_all_one_key():
-    class Twin:
-        def __init__(self, *leaves):
-            self.leaves = leaves
-
-    jax.tree_util.register_pytree_with_keys(
-        Twin,
-        lambda twin: ([(jax.tree_util.DictKey("x"), x) for x in twin.leaves], None),
-        lambda _, leaves: Twin(*leaves),
-    )
-    grads = Twin(*(jnp.full(1, 1024.0) for _ in range(4)))
+    grads = Twins(*(jnp.full(1, 1024.0) for _ in range(4)))
     assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
     assert len(ols.diagnostics.nonfinite_report(grads)) == 4
 
@@ -225,25 +218,15 @@ def steps_of(history, tx, opt_state, jit=jax.jit):
     return opt_state
 
 
-def scanned(history, tx, opt_state):
-    def step(opt_state, finite):
-        grads = jnp.where(finite, 1.0, jnp.full(2, jnp.nan))
-        return tx.update(grads, opt_state)[1], None
-
-    return jax.jit(lambda *args: jax.lax.scan(step, *args)[0])(
-        opt_state, jnp.asarray(history)
-    )
-
-
-def scales_alone(history, tx, opt_state):
-    """Only the scales of a scan are returned, and no state."""
+def scanned(history, tx, opt_state, returned):
+    """The last state (0) or all scales (1): XLA computes only what leads to them."""
 
     def step(opt_state, finite):
         grads = jnp.where(finite, 1.0, jnp.full(2, jnp.nan))
         opt_state = tx.update(grads, opt_state)[1]
         return opt_state, ols.get_loss_scale(opt_state)
 
-    return jax.jit(lambda *args: jax.lax.scan(step, *args)[1])(
+    return jax.jit(lambda *args: jax.lax.scan(step, *args)[returned])(
         opt_state, jnp.asarray(history)
     )
 
@@ -251,8 +234,8 @@ def scales_alone(history, tx, opt_state):
 WAYS = {
     "jit": steps_of,
     "eager": lambda *args: steps_of(*args, jit=lambda f: f),
-    "scan": scanned,
-    "scales": scales_alone,
+    "scan": functools.partial(scanned, returned=0),
+    "scales": functools.partial(scanned, returned=1),
 }
 
 
