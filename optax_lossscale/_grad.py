@@ -88,6 +88,12 @@ def scaled_value_and_grad(
     def scaled_fun(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
         if not has_aux:
+            if isinstance(result, tuple | list):
+                raise TypeError(
+                    f"`fun` must return a scalar loss, got a {type(result).__name__} "
+                    f"of length {len(result)}. (For a loss and other outputs, such as "
+                    "new batch statistics, return a pair and pass `has_aux=True`.)"
+                )
             return scale(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
             return result  # Not a pair: JAX raises the error.

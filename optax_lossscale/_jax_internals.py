@@ -68,6 +68,21 @@ def is_scope(element: Any) -> bool:
     return type(element).__name__ == "Scope"
 
 
+def inputs_of(arrays: Sequence[Any]) -> dict[int, Any]:
+    """Traced arrays and all that they were computed from: identities and equations.
+
+    Only within one trace, whose arguments have no equation. No public function knows an
+    equation before the program is complete.
+    """
+    found, rest = dict[int, Any](), list(arrays)
+    while rest:
+        array = rest.pop()
+        if id(array) not in found:
+            found[id(array)] = getattr(array, "parent", None)
+            rest.extend(getattr(found[id(array)], "in_tracers", ()))
+    return found
+
+
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:
     """The functions that an equation was traced in, from the innermost outwards.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,15 +10,24 @@ from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
+from optax_lossscale._jax_internals import inputs_of
+from optax_lossscale._jaxprs import scopes_of
 from optax_lossscale._state import (
     LossScaleState,
     Unscaled,
     find_loss_scale_state,
     get_loss_scale,
 )
-from optax_lossscale._tree import map_floating, resolve_mask, where_true, widen
+from optax_lossscale._tree import (
+    find_by_type,
+    map_floating,
+    resolve_mask,
+    where_true,
+    widen,
+)
 from optax_lossscale._types import Mask, PyTree
 
 
@@ -41,8 +51,13 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
       The same tree with floating leaves in float32 or wider.
 
     Raises:
-      ValueError: If `state` holds no `LossScaleState`, or several.
+      ValueError: If `state` holds no `LossScaleState`, or several, or its scale has an
+        entry for each device.
       TypeError: If `tree` is a function.
+
+    Warns:
+      UserWarning: If `optax.MultiSteps` or `optax.apply_if_finite` is outside
+        `loss_scaled`, where both break it.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -59,7 +74,38 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             f"`tree` must hold arrays, got the function {tree!r}. (Did you mean "
             "`scaled_value_and_grad(loss_fn, state)`?)"
         )
-    return map_floating(_scale_leaves, tree, get_loss_scale(state))
+    _warn_if_inside(state)
+    loss_scale = get_loss_scale(state)
+    if loss_scale.ndim:
+        raise ValueError(
+            f"the loss scale must be a scalar, got shape {loss_scale.shape}, one for "
+            "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
+        )
+    return map_floating(_scale_leaves, tree, loss_scale)
+
+
+def _warn_if_inside(state: PyTree) -> None:
+    """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside."""
+    for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
+        if find_by_type(outer, LossScaleState):
+            name, consequence = _WRONG_OUTSIDE[type(outer)]
+            warnings.warn(
+                f"`{name}` must not be outside `loss_scaled`: {consequence}. (Write "
+                f"`loss_scaled({name}(...))`.)",
+                stacklevel=3,
+            )
+
+
+_WRONG_OUTSIDE = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "after one overflow, the sum that it accumulates stays NaN",
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "it hides overflows, so the loss scale never backs off",
+    ),
+}
 
 
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
@@ -127,6 +173,31 @@ def check_scaled(tree: PyTree, state: LossScaleState, mask: PyTree) -> None:
                 "returned. (After `unscale`, call `tx.update(..., "
                 "grads_unscaled=True)`.)"
             )
+
+
+def warn_if_unscaled(
+    grads: PyTree, params: PyTree, state: LossScaleState, mask: PyTree
+) -> None:
+    """Warns of derivatives computed from the parameters, but not from the loss scale.
+
+    This is seen in one trace only. Gradients that another jitted function computed, or
+    that were computed outside `jit`, may be scaled or not.
+    """
+    if not isinstance(state.loss_scale, jax.core.Tracer):
+        return
+    inputs = inputs_of(jax.tree.leaves(where_true(mask, grads)))
+    equations = [equation for equation in inputs.values() if equation is not None]
+    are_derivatives = any("transpose" in scopes_of(equation) for equation in equations)
+    are_of_params = any(id(param) in inputs for param in jax.tree.leaves(params))
+    are_scaled = not inputs.keys().isdisjoint(inputs_of([state.loss_scale]))
+    if are_derivatives and are_of_params and not are_scaled:
+        warnings.warn(
+            "`update` divides gradients by the loss scale, but these were computed "
+            "without it, so they become too small. (Compute them with "
+            "`scaled_value_and_grad(loss_fn, opt_state)`, or differentiate "
+            "`scale(loss, opt_state)`.)",
+            stacklevel=3,
+        )
 
 
 def divide_out(tree: PyTree, loss_scale: jax.Array, mask: PyTree = True) -> PyTree:

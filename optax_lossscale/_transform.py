@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from optax_lossscale._rules import (
     hold,
     is_identity,
 )
-from optax_lossscale._scaling import check_scaled, divide_out
+from optax_lossscale._scaling import check_scaled, divide_out, warn_if_unscaled
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
@@ -161,9 +162,15 @@ def loss_scaled(
     Raises:
       TypeError: If `inner` is not an optimizer, `loss_scale` is not a `LossScale`, or
         `check_updates`, `grads_finite`, `accept` or `grads_unscaled` is not a bool.
+        From `update`, if the name of one of these three is misspelt.
       ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, while
         tracing, if the state belongs to another kind of rule, the gradients do not
         have the tree structure of the parameters, or a verdict is not a scalar.
+
+    Warns:
+      UserWarning: From `update`, while tracing, if the same jitted function computed
+        the gradients from the parameters, but without the loss scale. (Outside `jit`,
+        and across two jitted functions, this is not seen.)
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
@@ -217,6 +224,7 @@ def loss_scaled(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         _check_state(state, first_state)
+        _check_names(extra_args)
         is_unscaled = check_flag("grads_unscaled", grads_unscaled)
         finite_leaf = as_leaf("grads_finite", grads_finite)
         accepted = None if accept is None else agree("accept", accept, axis_name)
@@ -241,6 +249,7 @@ def loss_scaled(
             verdict = reject_unless(accepted, verdict, loss_scale_state)
         if not is_unscaled:
             check_scaled(grads, state.loss_scale_state, mask)
+            warn_if_unscaled(grads, original_params, state.loss_scale_state, mask)
         grads = divide_out(grads, divisor, mask)
         # Positive zeros would be shared with those that a scatter in the backward pass
         # starts from, and XLA would store them.
@@ -388,8 +397,20 @@ def _check_not_nested(name: str, inner_state: PyTree) -> None:
     if find_by_type(inner_state, LossScaleState):
         raise ValueError(
             f"`{name}` must not be loss-scaled itself: its gradients would be unscaled "
-            "twice."
+            "twice. (Call `loss_scaled` once, around the whole optimizer.)"
         )
+
+
+def _check_names(extra_args: dict[str, Any]) -> None:
+    """Refuses a misspelt name, which most optimizers would ignore."""
+    for name in extra_args:
+        for meant in difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.8):
+            raise TypeError(
+                f"`update` has no argument `{name}`. (Did you mean `{meant}`?)"
+            )
+
+
+_ARGUMENTS = ("grads_finite", "accept", "grads_unscaled")
 
 
 def _check_state(state: LossScaledState, first: LossScaleState) -> None:

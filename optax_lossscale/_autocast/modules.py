@@ -196,6 +196,13 @@ def _put_modules(tree: PyTree, modules: Sequence[Any]) -> PyTree:
     return jax.tree.map(lambda leaf: next(given) if leaf is _SLOT else leaf, tree)
 
 
+def is_unbound(fun: Any) -> bool:
+    """Whether a function is a linen module outside of any other, without variables."""
+    linen = sys.modules.get("flax.linen")
+    is_linen = linen is not None and isinstance(fun, linen.Module)
+    return is_linen and fun.scope is None and fun.parent is None
+
+
 def linen_scopes_of(fun: Callable[..., PyTree], leaves: Sequence[Any]) -> list[Any]:
     """The root scopes of linen modules: some leaves, in a closure, around the call."""
     linen = sys.modules.get("flax.linen")

@@ -18,6 +18,7 @@ from optax_lossscale._autocast.modules import (
     are_initializing,
     as_partial,
     call_with_states,
+    is_unbound,
     linen_scopes_of,
     with_variables,
 )
@@ -205,8 +206,15 @@ def _check_function(fun: Any) -> None:
         hint = f" (Did you mean `autocast(level={fun!r})`?)"
     elif isinstance(fun, type):
         hint = " (Decorate a method of the class, or pass one of its objects.)"
-    if hint or not callable(fun):
-        raise TypeError(f"`fun` must be a function, got {fun!r}.{hint}")
+    elif not callable(fun) and hasattr(fun, "update"):
+        hint = " (Decorate the loss function. For an optimizer: `loss_scaled`.)"
+    elif not callable(fun):
+        hint = " (Decorate the function itself: `autocast(loss_fn)(params, batch)`.)"
+    elif is_unbound(fun):
+        hint = " (A linen module is called by `apply`: `autocast(model.apply)`.)"
+    if hint:
+        shown = repr(fun) if isinstance(fun, type | str) else type(fun).__name__
+        raise TypeError(f"`fun` must be a function, got {shown}.{hint}")
 
 
 def _is_dtype(value: Any) -> bool:

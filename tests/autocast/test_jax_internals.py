@@ -236,3 +236,24 @@ def test_a_function_is_traced_again_under_another_value_of_a_context():
         "traces again under the same one. Correct `UserContext`; without it "
         "`low_precision` is not safe with JAX's caches."
     )
+
+
+def test_a_traced_array_knows_the_equation_that_made_it():
+    from optax_lossscale._jax_internals import inputs_of
+    from optax_lossscale._jaxprs import scopes_of
+
+    @jax.make_jaxpr
+    def trace(x):
+        grads = jax.grad(lambda x: jnp.sum(x @ x))(x)
+        inputs = inputs_of([grads])
+        scopes = [scopes_of(equation) for equation in inputs.values() if equation]
+        hint = (
+            "`inputs_of` in `_jax_internals.py` reads `parent` and `in_tracers` of "
+            "JAX's traced arrays. Without them `update` does not warn of unscaled "
+            "gradients. Look into the class of `x` for the equation that made it."
+        )
+        assert id(x) in inputs, hint
+        assert any("transpose" in names for names in scopes), hint
+        return grads
+
+    trace(X)

@@ -149,7 +149,9 @@ def test_a_step_written_by_hand_with_the_pure_functions_skips_a_bad_step():
 
 def test_apply_if_finite_outside_hides_bad_steps_from_the_rule():
     history = [False, False, False]
-    _, state = run(optax.apply_if_finite(ols.loss_scaled(adam(), RULE), 9), history)
+    outside = optax.apply_if_finite(ols.loss_scaled(adam(), RULE), 9)
+    with pytest.warns(UserWarning, match="must not be outside"):
+        _, state = run(outside, history)
     assert ols.get_loss_scale(state) == SCALE
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
     _, state = run(ols.loss_scaled(optax.apply_if_finite(adam(), 9), RULE), history)
