@@ -1,6 +1,8 @@
 """Strict JAX, eight CPU devices, and repeatable property tests."""
 
 import collections
+import importlib.util
+import pathlib
 
 import hypothesis
 import jax
@@ -10,10 +12,25 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Their files import libraries that only the extra `frameworks` installs.
+FOREIGN = [pathlib.Path(__file__).parent / name for name in ("frameworks", "ported")]
+HAS_FRAMEWORKS = importlib.util.find_spec("haiku") is not None
+collect_ignore = [] if HAS_FRAMEWORKS else [str(folder) for folder in FOREIGN]
+
+
+@pytest.fixture(autouse=True)
+def _foreign_code_is_not_strict(request):
+    """Other libraries rely on JAX's own promotion of dtypes and ranks."""
+    if not any(folder in request.path.parents for folder in FOREIGN):
+        yield
+        return
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
 
 def pytest_configure(config):
     """Property tests try few examples in the fast command, and many in any other."""
-    is_fast = config.option.markexpr == "not slow"
+    is_fast = config.option.markexpr.startswith("not slow")
     hypothesis.settings.register_profile(
         "repeatable",
         deadline=None,
@@ -28,6 +45,9 @@ def pytest_collection_modifyitems(config, items):
     """Property tests run in the slow command, too, and most cases of large tables."""
     counts = collections.Counter()
     for item in items:
+        if any(folder in item.path.parents for folder in FOREIGN):
+            item.add_marker("frameworks")
+            item.add_marker(pytest.mark.filterwarnings("default"))
         is_property = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         if is_property and config.option.markexpr == "slow":
             item.add_marker("slow")

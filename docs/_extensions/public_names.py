@@ -9,6 +9,7 @@ MODULES = [
     "optax_lossscale.plotting",
     "optax_lossscale.compat.flax",
     "optax_lossscale.compat.jmp",
+    "optax_lossscale.compat.numpyro",
 ]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.compat import jmp
+from optax_lossscale.compat import jmp, numpyro
 
 # Each name as one would write it after `def`.
 SIGNATURES = {
@@ -82,6 +82,9 @@ cast_to_half(tree)
 get_policy(policy_name)
 half_dtype()
 select_tree(pred, a, b)
+""",
+    numpyro: """
+optax_to_numpyro(transformation)
 """,
     ols.diagnostics: """
 exponent_histogram(tree, *, min_exponent=-40, max_exponent=20)

@@ -12,7 +12,7 @@
 #
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
 # JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
-# and those of `compat.flax` with Flax.
+# and those of `compat.flax` and `compat.numpyro` with Flax and NumPyro.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -32,9 +32,9 @@ for built in dist/*; do
   python3.11 -m venv --clear bare
   bare/bin/pip install -q "$built" pytest
   doctests --pyargs optax_lossscale --ignore-glob='*/plotting' \
-    --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py'
+    --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py' --ignore-glob='*/compat/numpyro.py'
   bare/bin/pip install -q "$built[plot]"
   doctests --pyargs optax_lossscale.plotting
-  bare/bin/pip install -q flax
-  doctests --pyargs optax_lossscale.compat.flax
+  bare/bin/pip install -q flax numpyro
+  doctests --pyargs optax_lossscale.compat.flax optax_lossscale.compat.numpyro
 done

@@ -1,0 +1,172 @@
+"""Keras 3 on JAX: the program of its page beside Keras's own `fit`, and the block."""
+
+import contextlib
+import functools
+import io
+import os
+import re
+
+os.environ["KERAS_BACKEND"] = "jax"
+import jax
+import jax.numpy as jnp
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.pages import run_section
+from helpers.under_autocast import dtypes_of
+
+
+@functools.cache
+def run(page, heading):
+    """What the programs of a section define and print."""
+    policy = keras.config.dtype_policy()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        names = run_section(page, heading)
+    keras.config.set_dtype_policy(policy)
+    plt.close("all")
+    return names, output.getvalue()
+
+
+def migration():
+    return run("docs/migration/keras.md", "A Keras 3 model")
+
+
+def train(names, trainable):
+    """The scales of the page's loop, from given parameters."""
+    opt_state = names["tx"].init(trainable)
+    non_trainable = names["values"](names["new_model"]().non_trainable_variables)
+    counts = names["values"](names["accuracy"].variables)
+    state, scales = [trainable, non_trainable, opt_state, counts], []
+    for _ in range(8):
+        for start in range(0, 1400, 100):
+            x, y = (part[start : start + 100] for part in names["train"])
+            *state, _ = names["step"](*state, x, y)
+            scales.append(float(ols.get_loss_scale(state)))
+    return scales
+
+
+def test_the_scales_of_the_page_are_those_of_keras_in_every_step():
+    names, output = migration()
+    scales = names["scales"]
+    assert len(scales) == 8 * 14
+    assert scales == names["read_scale"].scales
+    assert "equal in every step: True" in output
+    changes = np.diff(np.log2(scales))
+    assert set(changes) == {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scales_of_the_page_stay_the_same_if_the_first_parameters_change(seed):
+    names, _ = migration()
+    random = np.random.default_rng(seed)
+    trainable = [
+        value * (1 + 1e-3 * random.standard_normal(value.shape, np.float32))
+        for value in names["values"](names["new_model"]().trainable_variables)
+    ]
+    assert train(names, trainable) == names["scales"]
+
+
+def test_both_models_of_the_page_learn_and_only_that_of_keras_is_spoilt_by_a_nan():
+    names, output = migration()
+    before, after = re.findall(r"Keras (0\.\d+), here (0\.\d+)", output)
+    assert min(map(float, before)) > 0.85
+    assert abs(float(before[0]) - float(before[1])) < 0.02
+    assert float(after[0]) < 0.2
+    assert after[1] == before[1]
+    keras_model = names["keras_model"]
+    assert all(np.isfinite(v).all() for v in keras_model.trainable_variables)
+    mean, variance, _ = keras_model.non_trainable_variables
+    assert np.isnan(mean).any()
+    assert np.isnan(variance).any()
+    assert names["keras_optimizer"].dynamic_scale == names["scales"][-1] / 2
+
+
+def test_keras_lets_a_nan_of_a_skipped_step_into_the_metrics():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    inner = keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+    x = np.ones((8, 3), np.float32)
+    x[0, 0] = np.nan
+    history = model.fit(x, np.ones((8, 1)), batch_size=4, shuffle=False, verbose=0)
+    assert inner.iterations == 1  # The second batch is finite.
+    assert np.isnan(history.history["loss"])
+
+
+def test_a_nan_batch_changes_no_variable_of_the_page_except_the_seed():
+    names, _ = migration()
+    model, opt_state, counts = (names[key] for key in ("model", "opt_state", "counts"))
+    trainable = names["values"](model.trainable_variables)
+    non_trainable = names["values"](model.non_trainable_variables)
+    new_trainable, new_non_trainable, new_state, new_counts, loss = names["step"](
+        trainable, non_trainable, opt_state, counts, names["bad_x"], names["y"]
+    )
+    assert np.isnan(loss)
+    assert_same_bits(new_trainable, trainable)
+    assert_same_bits(new_state.inner_state, opt_state.inner_state)
+    assert_same_bits(new_counts, counts)
+    (*averages, seed), (*new_averages, new_seed) = non_trainable, new_non_trainable
+    assert_same_bits(new_averages, averages)
+    np.testing.assert_array_equal(new_seed, seed + np.array([0, 1], seed.dtype))
+    assert ols.get_loss_scale(new_state) == ols.get_loss_scale(opt_state) / 2
+
+
+def test_the_layers_of_the_page_compute_in_the_precision_of_their_policies():
+    names, _ = migration()
+    model = names["new_model"]()
+    variables = model.trainable_variables, model.non_trainable_variables
+    args = *map(names["values"], variables), *names["train"]
+    assert dtypes_of(names["loss_fn"], *args) == ["float16", "float32"]
+
+
+def test_keras_reuses_the_memory_of_values_that_are_assigned():
+    names, _ = migration()
+    assert any(x.is_deleted() for x in names["trainable"] + names["non_trainable"])
+
+
+def test_a_step_of_keras_under_jit_scales_by_the_scale_of_its_compilation():
+    variable = keras.Variable(np.ones(1, np.float32))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), 8.0)
+    optimizer.build([variable])
+
+    @jax.jit
+    def step(params, state, factor):
+        grad_fn = jax.grad(lambda p: optimizer.scale_loss(jnp.sum(p)) * factor)
+        scaled = grad_fn(params)
+        _, state = optimizer.stateless_apply(state, [scaled], [params])
+        return scaled, state
+
+    index = [v.path for v in optimizer.variables].index(optimizer.dynamic_scale.path)
+    state = [v.value for v in optimizer.variables]
+    for factor in (np.nan, np.nan, 1.0):
+        scaled, state = step(variable.value, state, factor)
+    assert scaled / state[index] == 4.0  # The true gradient is 1.
+
+
+def test_the_block_learns_and_computes_products_in_float16():
+    names, _ = run("docs/frameworks.md", "Keras 3")
+    assert names["loss"] < 0.1 * jnp.mean(names["y"] ** 2)
+    args = *names["state"][:2], names["x"], names["y"]
+    assert dtypes_of(names["loss_fn"], *args) == ["float16", "float16"]
+
+
+def test_the_block_assigns_its_values_to_the_model():
+    names, _ = run("docs/frameworks.md", "Keras 3")
+    trainable, non_trainable, _ = names["state"]
+    model = names["model"]
+    assert_same_bits([v.value for v in model.trainable_variables], trainable)
+    assert_same_bits([v.value for v in model.non_trainable_variables], non_trainable)
+
+
+def test_a_nan_batch_changes_no_variable_of_the_block():
+    names, _ = run("docs/frameworks.md", "Keras 3")
+    trainable, non_trainable, opt_state = names["state"]
+    bad_x = names["x"].at[0, 0].set(jnp.nan)
+    *new, new_state, loss = names["step"](*names["state"], bad_x, names["y"])
+    assert np.isnan(loss)
+    assert_same_bits(new, [trainable, non_trainable])
+    assert_same_bits(new_state.inner_state, opt_state.inner_state)
+    assert ols.get_loss_scale(new_state) == ols.get_loss_scale(opt_state) / 2

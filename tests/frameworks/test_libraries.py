@@ -1,0 +1,218 @@
+"""Haiku, NumPyro and Optimistix: the programs of their sections, and what these say."""
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.files import ROOT
+from helpers.pages import run_section
+from helpers.under_autocast import dtypes_of
+
+
+@functools.cache
+def section(heading):
+    return run_section("docs/frameworks.md", heading)
+
+
+def haiku():
+    names = section("Haiku")
+    carry = names["params"], names["state"], names["opt_state"]
+    return names, carry, names["x"].at[0, 0].set(jnp.nan)
+
+
+def test_haiku_trains_and_only_the_products_are_in_float16():
+    names, (params, state, _), _ = haiku()
+    assert names["loss"] < 0.2 * jnp.var(names["y"])
+    arguments = params, state, names["key"], names["x"], names["y"]
+    assert set(dtypes_of(names["loss_fn"], *arguments)) == {"float16"}
+
+
+def test_haiku_keeps_parameters_moments_and_its_state_after_a_nan():
+    names, (params, state, opt_state), bad = haiku()
+    *new, loss = names["step"](params, state, opt_state, names["key"], bad, names["y"])
+    assert np.isnan(loss)
+    assert_same_bits(new[:2], [params, state])
+    assert_same_bits(new[2].inner_state, opt_state.inner_state)
+    assert ols.get_loss_scale(new[2]) == ols.get_loss_scale(opt_state) / 2
+    # The state that the model returned is not fit for use.
+    grad_fn = ols.scaled_value_and_grad(names["loss_fn"], opt_state, has_aux=True)
+    (_, broken), _ = grad_fn(params, state, names["key"], bad, names["y"])
+    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(broken))
+
+
+@pytest.mark.parametrize("name", ["module", "function of a module"])
+def test_a_module_of_haiku_must_not_be_under_autocast(name):
+    import haiku as hk
+
+    def apply(x):
+        low = hk.Linear(2) if name == "module" else lambda x: hk.Linear(2)(x)
+        return ols.autocast(low)(x)
+
+    def init_and_apply(net, x):
+        return net.apply(net.init(jax.random.key(0), x), None, x)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="side effect"):
+        init_and_apply(hk.transform(apply), jnp.ones((1, 3)))
+
+
+def train(names, svi):
+    """The loop of the section: the state, and the losses of the last epoch."""
+    x, y, size = names["x"], names["y"], names["BATCH"]
+    batches = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), (x, y))
+    state = svi.init(jax.random.key(2), x[:size], y[:size])
+    step = functools.partial(jax.lax.scan, lambda state, xy: svi.update(state, *xy))
+    step = jax.jit(step)
+    for _ in range(10):
+        state, losses = step(state, batches)
+    return state, losses
+
+
+def test_numpyro_trains_as_in_float32():
+    names = section("NumPyro")
+    numpyro, guide = names["numpyro"], names["AutoNormal"]
+    assert set(dtypes_of(names["predict"], names["x"], jnp.ones(16))) == {"float16"}
+
+    def model(x, y):
+        weights = numpyro.sample(
+            "w", names["dist"].Normal(0, 1).expand([16]).to_event(1)
+        )
+        with numpyro.plate("data", names["N"], subsample_size=len(x)):
+            numpyro.sample("y", names["dist"].Normal(x @ weights, 0.1), obs=y)
+
+    float32 = names["SVI"](model, guide(model), optax.adam(3e-2), names["Trace_ELBO"]())
+    _, expected = train(names, float32)
+    state, losses = train(names, names["svi"])
+    assert abs(losses.mean() - expected.mean()) < expected.std()
+    weights = names["svi"].get_params(state)["w_auto_loc"]
+    np.testing.assert_allclose(weights, jnp.linspace(-1, 1, 16), atol=0.05)
+
+
+def test_numpyro_keeps_the_guide_after_a_nan():
+    names = section("NumPyro")
+    old, svi, size = names["state"], names["svi"], names["BATCH"]
+    bad = names["x"][:size].at[0, 0].set(jnp.nan)
+    new, loss = names["step"](old, bad, names["y"][:size])
+    assert np.isnan(loss)
+    _, (params, opt_state) = old.optim_state
+    _, (new_params, new_opt_state) = new.optim_state
+    assert_same_bits(new_params, params)
+    assert_same_bits(svi.get_params(new), svi.get_params(old))
+    assert_same_bits(new_opt_state.inner_state, opt_state.inner_state)
+    assert ols.get_loss_scale(new) == ols.get_loss_scale(old) / 2
+
+
+def test_a_summed_elbo_lowers_the_scale_by_about_the_number_of_observations():
+    names = section("NumPyro")
+    scale = ols.get_loss_scale(names["state"])
+    assert scale < 1
+    state, losses = train(names, names["mean_svi"])
+    assert 0.5 <= ols.get_loss_scale(state) / (scale * names["N"]) <= 2
+    assert abs(losses.mean()) < 10
+    skipped = ols.loss_scale_metrics(state)["total_notfinite"]
+    assert skipped < ols.loss_scale_metrics(names["state"])["total_notfinite"]
+
+
+def test_a_mean_helps_if_a_guide_finds_no_valid_parameters():
+    names = section("NumPyro")
+    size, predict = names["BATCH"], names["predict"]
+    start = jax.random.key(2), names["x"][:size], names["y"][:size]
+    guide, handler = names["AutoNormal"], names["numpyro"].handlers.scale
+    optimizer, loss = names["svi"].optim, names["svi"].loss
+    try:
+        names["predict"] = lambda x, weights: predict(x, 30 * weights)
+        model = names["model"]
+        with pytest.raises(RuntimeError, match="Cannot find valid initial parameters"):
+            names["SVI"](model, guide(model), optimizer, loss).init(*start)
+        model = handler(model, scale=1 / names["N"])
+        names["SVI"](model, guide(model), optimizer, loss).init(*start)
+    finally:
+        names["predict"] = predict
+
+
+def test_numpyro_warns_of_a_loss_scaled_optimizer_without_the_adapter():
+    names = section("NumPyro")
+    svi = names["SVI"](
+        names["model"], names["svi"].guide, names["tx"], names["Trace_ELBO"]()
+    )
+    with pytest.warns(UserWarning, match="computed without it"):
+        svi.run(jax.random.key(2), 1, names["x"], names["y"], progress_bar=False)
+
+
+def test_a_model_of_numpyro_must_not_be_under_autocast():
+    names = section("NumPyro")
+    model = ols.autocast(names["model"])
+    svi = names["SVI"](model, names["svi"].guide, names["svi"].optim, names["svi"].loss)
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="side effect"):
+        svi.run(jax.random.key(2), 1, names["x"], names["y"], progress_bar=False)
+
+
+def check_optimistix():
+    """Runs in a process of its own, in which Equinox has not been imported."""
+    names = section("Optimistix")
+    params, opt_state, x, y = (
+        names[name] for name in ("params", "opt_state", "x", "y")
+    )
+    assert names["loss"] < 0.2 * jnp.var(y)
+    assert set(dtypes_of(names["loss_fn"], params, x, y)) == {"float16", "float32"}
+
+    # A NaN, an overflow, and a solve that fails.
+    large = ols.set_loss_scale(opt_state, 2.0**24)
+    hard = params | {"inner": 1000 * params["inner"]}
+    for arguments in (
+        (params, opt_state, x.at[0, 0].set(jnp.nan), y),
+        (params, large, x, y + 100),
+        (hard, opt_state, x, y),
+    ):
+        new_params, new, _ = names["step"](*arguments)
+        assert_same_bits(new_params, arguments[0])
+        assert_same_bits(new.inner_state, opt_state.inner_state)
+        assert ols.get_loss_scale(new) == ols.get_loss_scale(arguments[1]) / 2
+
+    # Without `full_precision` the solver fails.
+    optx, solve = names["optx"], names["solve"]
+    drive = x @ params["in"]
+    assert np.isfinite(jax.vmap(solve, (None, 0))(params["inner"], drive)).all()
+
+    def unmarked(weights, drive):
+        solver, guess = optx.Newton(rtol=1e-5, atol=1e-5), jnp.zeros_like(drive)
+        arguments = weights, drive
+        return optx.root_find(names["residual"], solver, guess, arguments).value
+
+    low = ols.autocast(jax.vmap(unmarked, (None, 0)))
+    assert np.isnan(low(params["inner"], drive)).any()
+
+    # A minimiser takes the gradients without the scale.
+    def minimum(tx):
+        solver = optx.OptaxMinimiser(tx, rtol=1e-4, atol=1e-4)
+        return optx.minimise(lambda z, _: ((z - 1) ** 2).sum(), solver, jnp.zeros(2))
+
+    np.testing.assert_allclose(minimum(optax.sgd(0.1)).value, 1, atol=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stopped = minimum(ols.loss_scaled(optax.sgd(0.1)))
+    assert any("computed without it" in str(warning.message) for warning in caught)
+    np.testing.assert_allclose(stopped.value, 0, atol=0.01)
+
+
+def test_optimistix_skips_what_a_solver_cannot_solve():
+    folders = ROOT / "tests", ROOT / "tests" / "frameworks"
+    path = os.pathsep.join(map(str, folders))
+    command = "import test_libraries; test_libraries.check_optimistix()"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

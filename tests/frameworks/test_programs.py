@@ -1,0 +1,262 @@
+"""Reinforcement learning, diffusion and sharding, as docs/frameworks.md shows them."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits, bits
+from helpers.pages import run_section
+from helpers.under_autocast import dtypes_of
+
+with warnings.catch_warnings(action="ignore"):  # Of deprecated names that it uses.
+    import distrax
+
+KEY = jax.random.key(7)
+run = functools.cache(functools.partial(run_section, "docs/frameworks.md"))
+
+
+def spoiled(x):
+    return x.at[3, 1].set(jnp.nan)
+
+
+def assert_halved(new, old):
+    assert ols.get_loss_scale(new) == ols.get_loss_scale(old) / 2
+
+
+def assert_changed(new, old):
+    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    assert all(bits(leaf) != bits(other) for leaf, other in leaves)
+
+
+# PPO with Distrax.
+
+
+def ppo():
+    names = run("PPO with Distrax")
+    net, state = names["net"], names["state"]
+    x = jax.random.normal(KEY, (64, 2))
+    policy, value = net.apply(state.params, x)
+    actions, log_probs = policy.sample_and_log_prob(seed=KEY)
+    rewards = -jnp.sum((x + actions) ** 2, axis=1)
+    return names, state, (x, actions, log_probs, rewards, rewards - value)
+
+
+def test_ppo_learns():
+    names, _, _ = ppo()
+    fresh = TrainState.create(apply_fn=None, params=names["params"], tx=names["tx"])
+    _, losses = jax.jit(names["iteration"])(fresh, KEY)
+    assert names["loss"] < losses.mean() / 2
+
+
+def test_ppo_protects_parameters_and_optimizer_from_a_nan_batch():
+    names, state, (x, *others) = ppo()
+    new, loss = jax.jit(names["step"])(state, (spoiled(x), *others))
+    assert jnp.isnan(loss)
+    assert_same_bits(new.params, state.params)
+    assert_same_bits(new.opt_state.inner_state, state.opt_state.inner_state)
+    assert_halved(new, state)
+    assert new.step == state.step + 1
+
+
+def test_ppo_has_low_products_and_float32_log_probabilities():
+    names, state, batch = ppo()
+    assert set(dtypes_of(names["step"], state, batch)) == {"float16"}
+    assert [array.dtype for array in batch] == 5 * [jnp.float32]
+
+
+def independent(mean):
+    return distrax.Independent(distrax.Normal(mean, jnp.exp(mean)), 1)
+
+
+def diagonal(mean):
+    return distrax.MultivariateNormalDiag(mean, jnp.exp(mean))
+
+
+def categorical(mean):
+    return distrax.Categorical(logits=mean)
+
+
+@pytest.mark.parametrize("make", [independent, diagonal, categorical])
+def test_autocast_returns_a_distribution_wherever_jit_does(make):
+    def outcome(transform):
+        try:
+            policy = transform(make)(jnp.ones((4, 2)))
+            return policy.log_prob(policy.sample(seed=KEY))
+        except jax.errors.UnexpectedTracerError:
+            return None
+
+    assert_same_bits(outcome(ols.autocast), outcome(jax.jit))
+
+
+def test_any_distribution_works_inside_a_decorated_loss():
+    x = jax.random.normal(KEY, (8, 2))
+
+    def gradient(make):
+        loss_fn = ols.autocast(lambda w: -make(x @ w).log_prob(x).mean())
+        assert set(dtypes_of(loss_fn, jnp.eye(2))) == {"float16"}
+        return jax.grad(loss_fn)(jnp.eye(2))
+
+    np.testing.assert_allclose(gradient(diagonal), gradient(independent), rtol=1e-4)
+
+
+# Target networks.
+
+
+@functools.cache
+def td3():
+    """The block's step, its state before a step that moves the targets, and a batch."""
+    names = run("Target networks: DQN and TD3")
+    critics, actor, batch = names["critics"], names["actor"], names["batch"]
+    critics, actor, _ = names["step"](critics, actor, *batch)
+    assert critics.step % 2 == 1
+    return names["step"], critics, actor, batch
+
+
+def assert_skipped(new, old):
+    assert_same_bits(new.params, old.params)
+    assert_same_bits(new.target, old.target)
+    assert_same_bits(new.opt_state.inner_state, old.opt_state.inner_state)
+    assert_halved(new, old)
+
+
+def test_td3_learns():
+    names = run("Target networks: DQN and TD3")
+    untrained = names["critics"].replace(params=initial_critics(names))
+    args = untrained, names["actor"], *names["batch"]
+    first = names["critic_loss"](untrained.params, *args)
+    assert names["loss"] < first / 2
+    x = names["x"]
+    assert jnp.mean((x + names["act"](names["actor"].params, x)) ** 2) < 0.1
+
+
+def initial_critics(names):
+    x = names["x"]
+    return {i: names["Net"](1).init(names["keys"][i], x, x) for i in range(2)}
+
+
+def test_td3_moves_both_targets_in_every_second_step_only():
+    step, critics, actor, batch = td3()
+    even = step(critics, actor, *batch)
+    odd = step(even[0], even[1], *batch)
+    assert_changed((even[0].target, even[1].target), (critics.target, actor.target))
+    assert_same_bits((odd[0].target, odd[1].target), (even[0].target, even[1].target))
+    assert_same_bits(odd[1], even[1])
+
+
+def test_td3_protects_all_networks_from_a_nan_batch():
+    step, critics, actor, (x, *others) = td3()
+    new_critics, new_actor, loss = step(critics, actor, spoiled(x), *others)
+    assert jnp.isnan(loss)
+    assert_skipped(new_critics, critics)
+    assert_skipped(new_actor, actor)
+
+
+def test_td3_skips_only_the_critics_if_the_rewards_are_nan():
+    step, critics, actor, (x, actions, rewards, next_x) = td3()
+    rewards = rewards.at[3].set(jnp.nan)
+    new_critics, new_actor, _ = step(critics, actor, x, actions, rewards, next_x)
+    assert_skipped(new_critics, critics)
+    assert_changed(new_actor.target, actor.target)
+    assert ols.get_loss_scale(new_actor) == ols.get_loss_scale(actor)
+
+
+def test_a_periodic_copy_needs_no_where_applied():
+    step, critics, actor, (x, *others) = td3()
+    new, _, _ = step(critics, actor, spoiled(x), *others)
+    copy = optax.periodic_update(new.params, new.target, new.step, int(new.step))
+    assert_same_bits(copy, critics.params)
+    assert_changed(ols.where_applied(new, copy, new.target), copy)
+
+
+# Diffusion.
+
+
+def test_diffusion_learns_and_samples_from_the_average():
+    names = run("Diffusion with an average of the parameters")
+    x, t = jnp.zeros((1, 2)), jnp.zeros((1, 1))
+    untrained = names["Denoiser"]().init(jax.random.key(0), x, t)
+    assert names["loss"] < names["loss_fn"](untrained, names["x"], KEY) / 2
+    assert abs(names["radius"] - 1) < 0.1
+    radius = jnp.linalg.norm(names["sample"](untrained, KEY), axis=1).mean()
+    assert abs(radius - 1) > 0.2
+    assert set(dtypes_of(names["sample"], untrained, KEY)) == {"float16"}
+
+
+def test_diffusion_protects_the_average_from_a_nan_batch():
+    names = run("Diffusion with an average of the parameters")
+    params, opt_state, average = (names[n] for n in ("params", "opt_state", "average"))
+    step = functools.partial(names["step"], params, opt_state, average)
+    new_params, new_state, new_average, loss = step(spoiled(names["x"]), KEY)
+    assert jnp.isnan(loss)
+    assert_same_bits((new_params, new_average), (params, average))
+    assert_same_bits(new_state.inner_state, opt_state.inner_state)
+    assert_halved(new_state, opt_state)
+    assert_changed(step(names["x"], KEY)[2], average)
+
+
+# A TrainState on a mesh.
+
+
+def mesh_state():
+    names = run("A TrainState on a mesh")
+    init = jax.jit(names["init"], out_shardings=names["state_shardings"])
+    return names, nn.unbox(init(names["key"]))
+
+
+def test_a_train_state_on_a_mesh_learns():
+    names, state = mesh_state()
+    _, loss = names["step"](state, names["x"], names["y"])
+    assert names["loss"] < loss / 2
+
+
+def test_a_loss_scale_on_a_mesh_is_replicated_and_moments_are_sharded():
+    names, _ = mesh_state()
+    state = names["state"]
+    assert dict(names["mesh"].shape) == {"data": 4, "model": 2}
+    scale_state = state.opt_state.loss_scale_state
+    assert all(leaf.sharding.spec == P() for leaf in jax.tree.leaves(scale_state))
+    for moments in state.opt_state.inner_state[0][1:]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (moments, state.params))
+        assert shardings[0] == shardings[1]
+    kernels = (state.params["params"][f"Dense_{i}"]["kernel"] for i in range(2))
+    assert [k.sharding.spec for k in kernels] == [P("data", "model"), P("model", None)]
+
+
+def test_one_nan_on_a_mesh_makes_all_devices_skip_with_a_donated_state():
+    names, state = mesh_state()
+    old = jax.tree.map(lambda leaf: np.array(leaf), state)
+    x = jax.device_put(names["x"].at[17, 3].set(jnp.nan), names["rows"])
+    have_nan = [np.isnan(shard.data).any() for shard in x.addressable_shards]
+    assert sum(have_nan) == 2  # Of eight, because each row is on two devices.
+    new, loss = names["step"](state, x, names["y"])
+    assert jnp.isnan(loss)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert_same_bits(new.params, old.params)
+    assert_same_bits(new.opt_state.inner_state, old.opt_state.inner_state)
+    for shard in ols.get_loss_scale(new).addressable_shards:
+        assert shard.data == old.opt_state.loss_scale_state.loss_scale / 2
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (new, names["state"]))
+    assert shardings[0] == shardings[1]
+
+
+@pytest.mark.parametrize("rule", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
+def test_map_params_takes_the_leaves_of_a_loss_scale_for_no_parameters(rule):
+    tx, params = ols.loss_scaled(optax.adam(1e-3), rule()), {"w": jnp.ones((4, 4))}
+    specs = optax.tree.map_params(
+        tx,
+        lambda leaf, spec: spec,
+        jax.eval_shape(tx.init, params),
+        {"w": P("model")},
+        transform_non_params=lambda leaf: P(),
+    )
+    assert set(jax.tree.leaves(specs.loss_scale_state)) == {P()}
+    assert specs.inner_state[0].mu == {"w": P("model")}

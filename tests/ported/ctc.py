@@ -1,0 +1,86 @@
+"""Read a row of digits with convolutions, two LSTMs and the CTC loss, in Haiku.
+
+After `examples/vision/captcha_ocr.py` of keras-team/keras-io, with rows of two to four
+digits of scikit-learn as captchas, one bidirectional layer, and Optax's `ctc_loss`.
+That function needs `full_precision`: it writes log(0) as -100000, and picks the results
+with a matrix product, where -100000 would be minus infinity in float16.
+"""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from helpers.ported import Ported, digits
+
+LONGEST, WIDTH, BLANK = 4, 8, 0  # Zero is the blank of `optax.ctc_loss`.
+
+
+def network(images):
+    features = images[..., None]
+    for channels in (16, 32):
+        features = jax.nn.relu(hk.Conv2D(channels, 3)(features))
+        features = hk.max_pool(features, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    columns = features.transpose(2, 0, 1, 3)  # Time comes first.
+    columns = columns.reshape(*columns.shape[:2], -1)
+    columns = hk.dropout(hk.next_rng_key(), 0.2, jax.nn.relu(hk.Linear(32)(columns)))
+    both = []
+    for reverse in (False, True):
+        lstm = hk.LSTM(32)
+        start = lstm.initial_state(columns.shape[1])
+        both.append(hk.dynamic_unroll(lstm, columns, start, reverse=reverse)[0])
+    return hk.Linear(11)(jnp.concatenate(both, axis=-1)).swapaxes(0, 1)
+
+
+class Program(Ported):
+    falls_to = 0.25
+
+    def __init__(self, half):
+        super().__init__(half)
+        self.model = hk.transform(network)
+        self.tx = self.loss_scaled(optax.adam(5e-3))
+        self.ctc_loss = self.full_precision(optax.ctc_loss)
+        self.loss_fn = self.autocast(self.mean_loss)
+
+    def mean_loss(self, params, key, batch):
+        logits = self.model.apply(params, key, batch["images"])
+        columns = jnp.arange(logits.shape[1])
+        used = batch["lengths"][:, None] * logits.shape[1] // LONGEST
+        logit_paddings = jnp.where(columns < used, 0.0, 1.0)
+        label_paddings = jnp.where(batch["labels"] == BLANK, 1.0, 0.0)
+        labels = batch["labels"]
+        losses = self.ctc_loss(logits, logit_paddings, labels, label_paddings)
+        return losses.mean()
+
+    def init(self, seed):
+        key, init_key = jax.random.split(jax.random.key(seed))
+        params = jax.jit(self.model.init)(init_key, jnp.zeros((1, 8, LONGEST * WIDTH)))
+        return {"params": params, "opt_state": self.tx.init(params), "key": key}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+        key, dropout_key = jax.random.split(state["key"])
+        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
+        loss, grads = grad_fn(params, dropout_key, batch)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "opt_state": opt_state, "key": key}, loss
+
+    def batches(self, seed):
+        rng = np.random.default_rng(seed)
+        drawn, values = digits()
+
+        def batch():
+            lengths = rng.integers(2, LONGEST + 1, size=32)
+            rows = rng.integers(len(drawn), size=(32, LONGEST))
+            used = np.arange(LONGEST) < lengths[:, None]
+            images = np.where(used[..., None, None], drawn[rows], 0)
+            images = images.swapaxes(1, 2).reshape(32, 8, LONGEST * WIDTH)
+            labels = np.where(used, values[rows] + 1, BLANK)
+            return {"images": images, "labels": labels, "lengths": lengths}
+
+        return [batch() for _ in range(300)]

@@ -1,0 +1,102 @@
+"""An ordinary differential equation with a network as its right side.
+
+The public program is Diffrax's `examples/neural_ode.ipynb` in patrick-kidger/diffrax.
+As there, a network of Equinox is fitted to trajectories of a nonlinear oscillator, by
+an adaptive Runge-Kutta method of order 5 that saves the solution at given times, and
+AdaBelief. Here the trajectories are shorter, so it fits them as a whole from the start.
+
+Two settings matter in float16. With `throw=False`, a solution that is not finite makes
+the loss infinite, and the step is skipped; by default Diffrax raises an error. And the
+relative tolerance, 1e-3 as there, must be above float16's rounding error of 2**-11: at
+a smaller one, the solver sees rounding as its own error and takes many more steps.
+"""
+
+import functools
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from helpers.ported import Ported, random_batches
+
+TIMES = jnp.linspace(0.0, 3.0, 31)
+WIDTH, BATCH, STEPS = 32, 16, 120
+
+
+class Field(eqx.Module):
+    """The right side f in dy/dt = f(y)."""
+
+    network: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.network = eqx.nn.MLP(2, 2, WIDTH, 2, jax.nn.softplus, key=key)
+
+    def __call__(self, time, y, args):
+        return self.network(y)
+
+
+def solve(field, y0):
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        diffrax.Tsit5(),
+        t0=TIMES[0],
+        t1=TIMES[-1],
+        dt0=TIMES[1] - TIMES[0],
+        y0=y0,
+        saveat=diffrax.SaveAt(ts=TIMES),
+        stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-6),
+        max_steps=64,
+        throw=False,
+    )
+    return solution.ys
+
+
+def oscillator(time, y, args):
+    x = y / (1 + y)
+    return jnp.stack([x[1], -x[0]])
+
+
+@functools.cache
+def trajectories():
+    starts = jax.random.uniform(jax.random.key(0), (256, 2), minval=-0.6, maxval=1.0)
+    return np.asarray(jax.jit(jax.vmap(functools.partial(solve, oscillator)))(starts))
+
+
+def loss_fn(field, trajectories):
+    solutions = jax.vmap(solve, in_axes=(None, 0))(field, trajectories[:, 0])
+    return jnp.mean((solutions - trajectories) ** 2)
+
+
+class Program(Ported):
+    falls_to = 0.25
+    low_share = 0.4  # Diffrax asks for the highest precision in its own products.
+
+    def __init__(self, half):
+        super().__init__(half)
+        self.tx = self.loss_scaled(optax.adabelief(1e-2))
+        self.loss_fn = self.autocast(loss_fn)
+        self.static = eqx.filter(Field(jax.random.key(0)), eqx.is_array, inverse=True)
+
+    def value_and_grad(self, loss_fn, opt_state):
+        if self.half:
+            return super().value_and_grad(loss_fn, opt_state)
+        return eqx.filter_value_and_grad(loss_fn)
+
+    def init(self, seed):
+        params = eqx.filter(Field(jax.random.key(seed)), eqx.is_array)
+        return {"params": params, "opt_state": self.tx.init(params)}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, state, trajectories):
+        field, opt_state = eqx.combine(state["params"], self.static), state["opt_state"]
+        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
+        loss, grads = grad_fn(field, trajectories)
+        updates, opt_state = self.tx.update(grads, opt_state)
+        params = eqx.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}, loss
+
+    def batches(self, seed):
+        return random_batches(seed, STEPS, BATCH, trajectories())
