@@ -81,7 +81,12 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             f"the loss scale must be a scalar, got shape {loss_scale.shape}, one for "
             "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
         )
+    _multiplied[id(loss_scale)] = loss_scale
     return map_floating(_scale_leaves, tree, loss_scale)
+
+
+# The scales that `scale` has multiplied by, as long as somebody holds them.
+_multiplied: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
 
 
 def _warn_if_inside(state: PyTree) -> None:
@@ -189,7 +194,8 @@ def warn_if_unscaled(
     equations = [equation for equation in inputs.values() if equation is not None]
     are_derivatives = any("transpose" in scopes_of(equation) for equation in equations)
     are_of_params = any(id(param) in inputs for param in jax.tree.leaves(params))
-    are_scaled = not inputs.keys().isdisjoint(inputs_of([state.loss_scale]))
+    scales = inputs_of([state.loss_scale]).keys() | _multiplied.keys()
+    are_scaled = not scales.isdisjoint(inputs)
     if are_derivatives and are_of_params and not are_scaled:
         warnings.warn(
             "`update` divides gradients by the loss scale, but these were computed "

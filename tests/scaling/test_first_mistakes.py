@@ -123,6 +123,16 @@ def test_update_does_not_warn_of_a_scale_that_another_state_lent():
     without_warning(step, STATE, STATE)
 
 
+def test_update_does_not_warn_of_a_scale_from_another_argument():
+    # As where a trainer hands the state to its loss function apart from its own copy.
+    @jax.jit
+    def step(params, opt_state, of_the_loss):
+        grads = ols.scaled_grad(loss_fn, of_the_loss)(params, X)
+        return TX.update(grads, opt_state, params)
+
+    without_warning(step, PARAMS, STATE, STATE)
+
+
 @pytest.mark.parametrize("name", ["acept", "accepted", "grad_finite", "grads_unscale"])
 def test_update_refuses_a_misspelt_argument(name):
     with pytest.raises(TypeError, match=rf"no argument `{name}`. \(Did you mean"):
