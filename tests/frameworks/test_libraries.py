@@ -61,7 +61,7 @@ def test_a_module_of_haiku_must_not_be_under_autocast(name):
     def init_and_apply(net, x):
         return net.apply(net.init(jax.random.key(0), x), None, x)
 
-    with pytest.raises(jax.errors.UnexpectedTracerError, match="side effect"):
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="JAX transform"):
         init_and_apply(hk.transform(apply), jnp.ones((1, 3)))
 
 
