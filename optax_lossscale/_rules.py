@@ -343,6 +343,11 @@ def is_identity(rule: LossScale) -> bool:
     return rule == no_loss_scale()
 
 
+def is_fixed(rule: LossScale) -> bool:
+    """Whether a rule never changes the scale, so that a program may have it as a number."""
+    return rule.adjust in (hold, _hold_unchecked)
+
+
 def hold(
     state: LossScaleState,
     grads_finite: jax.typing.ArrayLike,

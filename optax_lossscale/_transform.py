@@ -21,6 +21,7 @@ from optax_lossscale._rules import (
     LossScale,
     dynamic_loss_scale,
     hold,
+    is_fixed,
     is_identity,
 )
 from optax_lossscale._scaling import check_scaled, divide_out, warn_if_unscaled
@@ -202,12 +203,13 @@ def loss_scaled(
     optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
     rule = _check_rule(loss_scale)
     first_state = jax.eval_shape(rule.init)
+    is_bare, is_constant = is_identity(rule), is_fixed(rule)
     checks_updates = check_flag("check_updates", check_updates) and rule.skips
     if warn_after is not None:
         check_count("warn_after", warn_after)
 
     def init(params: optax.Params) -> LossScaledState:
-        if is_identity(rule):
+        if is_bare:
             return LossScaledState(rule.init(), optimizer.init(parameters_of(params)))
         inner_state = init_inner(optimizer, params)
         _check_not_nested("inner", inner_state)
@@ -228,7 +230,7 @@ def loss_scaled(
         is_unscaled = check_flag("grads_unscaled", grads_unscaled)
         finite_leaf = as_leaf("grads_finite", grads_finite)
         accepted = None if accept is None else agree("accept", accept, axis_name)
-        if is_identity(rule):
+        if is_bare:
             updates, new = _update_alone(
                 optimizer, updates, state, params, accepted, extra_args
             )
@@ -249,7 +251,8 @@ def loss_scaled(
             verdict = reject_unless(accepted, verdict, loss_scale_state)
         if not is_unscaled:
             check_scaled(grads, state.loss_scale_state, mask)
-            warn_if_unscaled(grads, original_params, state.loss_scale_state, mask)
+            if not is_constant:  # A number in the loss would not be seen.
+                warn_if_unscaled(grads, original_params, state.loss_scale_state, mask)
         grads = divide_out(grads, divisor, mask)
         # Positive zeros would be shared with those that a scatter in the backward pass
         # starts from, and XLA would store them.

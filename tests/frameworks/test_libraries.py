@@ -1,4 +1,4 @@
-"""Haiku, NumPyro and Optimistix: the programs of their sections, and what these say."""
+"""Haiku, NumPyro, Optimistix and Penzai: the programs of their sections, and what these say."""
 
 import functools
 import os
@@ -156,6 +156,23 @@ def test_a_model_of_numpyro_must_not_be_under_autocast():
         svi.run(jax.random.key(2), 1, names["x"], names["y"], progress_bar=False)
 
 
+def test_penzai_keeps_parameters_and_moments_after_a_nan():
+    names = section("Frameworks that compute the gradients")
+    trainer, x, y = names["trainer"], names["x"], names["y"]
+    assert names["loss"] < 0.2 * jnp.var(y)
+    freeze = names["pz"].freeze_params  # Arrays in place of variables.
+    model = freeze(trainer.model)
+    assert set(dtypes_of(names["predict"], model, x)) == {"float16"}
+
+    before = jax.tree.map(jnp.copy, trainer.state.value)
+    arguments = {"x": x.at[0, 0].set(jnp.nan), "y": y, "opt_state": before.opt_state}
+    assert np.isnan(trainer.step(**arguments)["loss"])
+    after = trainer.state.value
+    assert_same_bits(freeze(trainer.model), model)
+    assert_same_bits(after.opt_state.inner_state, before.opt_state.inner_state)
+    assert ols.get_loss_scale(after) == ols.get_loss_scale(before) / 2
+
+
 def check_optimistix():
     """Runs in a process of its own, in which Equinox has not been imported."""
     names = section("Optimistix")
@@ -202,6 +219,18 @@ def check_optimistix():
         stopped = minimum(ols.loss_scaled(optax.sgd(0.1)))
     assert any("computed without it" in str(warning.message) for warning in caught)
     np.testing.assert_allclose(stopped.value, 0, atol=0.01)
+
+    # With a constant scale the loss function has it too.
+    rule = ols.static_loss_scale(2.0**10)
+
+    def scaled_loss(z, args):
+        return ols.scale(((z - 1) ** 2).sum(), rule.init())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        solver = optx.OptaxMinimiser(ols.loss_scaled(optax.sgd(0.1), rule), 1e-4, 1e-4)
+        found = optx.minimise(scaled_loss, solver, jnp.zeros(2))
+    np.testing.assert_allclose(found.value, 1, atol=0.01)
 
 
 def test_optimistix_skips_what_a_solver_cannot_solve():
