@@ -123,6 +123,19 @@ def test_update_does_not_warn_of_a_scale_that_another_state_lent():
     without_warning(step, STATE, STATE)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_update_does_not_warn_of_a_constant_scale_in_the_loss(skips):
+    rule = ols.static_loss_scale(2.0**10, skip_nonfinite=skips)
+    tx = ols.loss_scaled(optax.sgd(1e-3), rule)
+
+    @jax.jit
+    def step(params, opt_state):
+        grads = jax.grad(lambda p: 2.0**10 * loss_fn(p, X))(params)
+        return tx.update(grads, opt_state, params)
+
+    without_warning(step, PARAMS, tx.init(PARAMS))
+
+
 def test_update_does_not_warn_of_a_scale_from_another_argument():
     # As where a trainer hands the state to its loss function apart from its own copy.
     @jax.jit
