@@ -222,7 +222,8 @@ def check_optimizer(
     """Returns an optimizer whose `update` takes extra arguments."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    is_numpyro = hasattr(inner, "eval_and_update")
+    if is_numpyro or not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"`{name}` must be an optimizer with `init` and `update`, got {inner!r} of "
             f"type {type(inner).__name__}. ({_optimizer_hint(inner)})"
@@ -233,6 +234,8 @@ def check_optimizer(
 def _optimizer_hint(inner: object) -> str:
     if hasattr(inner, "adjust"):
         return "The rule comes second: `loss_scaled(optimizer, rule)`."
+    if hasattr(inner, "eval_and_update"):
+        return "NumPyro's optimizers are not Optax's. Write `optax.adam(1e-3)`."
     return "Call the factory: `optax.adam(1e-3)`."
 
 

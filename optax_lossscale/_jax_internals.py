@@ -68,19 +68,24 @@ def is_scope(element: Any) -> bool:
     return type(element).__name__ == "Scope"
 
 
-def inputs_of(arrays: Sequence[Any]) -> dict[int, Any]:
-    """Traced arrays and all that they were computed from: identities and equations.
+def inputs_of(arrays: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+    """Traced arrays and all that they were computed from, by identity.
 
-    Only within one trace, whose arguments have no equation. No public function knows an
-    equation before the program is complete.
+    Each is a pair of the array and its equation, which the arguments of the trace lack.
+    Numbers that the program holds are left out. No public function knows an equation
+    before the program is complete.
     """
-    found, rest = dict[int, Any](), list(arrays)
+    found, rest = dict[int, tuple[Any, Any]](), list(arrays)
     while rest:
         array = rest.pop()
-        if id(array) not in found:
-            found[id(array)] = getattr(array, "parent", None)
-            rest.extend(getattr(found[id(array)], "in_tracers", ()))
+        if id(array) not in found and not isinstance(_variable(array), core.Literal):
+            found[id(array)] = array, getattr(array, "parent", None)
+            rest.extend(getattr(found[id(array)][1], "in_tracers", ()))
     return found
+
+
+def _variable(array: Any) -> Any:
+    return getattr(array, "val", None)
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:

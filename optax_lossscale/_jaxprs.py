@@ -60,6 +60,14 @@ def scopes_of(equation: core.JaxprEqn) -> list[str]:
     return [element.name for element in equation.source_info.name_stack.stack]
 
 
+def is_transposed(equation: core.JaxprEqn) -> bool:
+    """Whether a backward pass made an equation, or one in the programs it holds."""
+    return any(
+        element.name == "transpose" and not is_scope(element)
+        for element in equation.source_info.name_stack.stack
+    ) or any(any(map(is_transposed, program.eqns)) for program in programs_of(equation))
+
+
 def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
     """The names of the scopes alone, such as those of the modules of Flax Linen."""
     stack = list(equation.source_info.name_stack.stack)

@@ -344,7 +344,7 @@ def is_identity(rule: LossScale) -> bool:
 
 
 def is_fixed(rule: LossScale) -> bool:
-    """Whether a rule never changes the scale, so that a program may have it as a number."""
+    """Whether a rule keeps the scale, which may then be a number in the loss."""
     return rule.adjust in (hold, _hold_unchecked)
 
 

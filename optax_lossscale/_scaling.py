@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from optax_lossscale._jax_internals import inputs_of
-from optax_lossscale._jaxprs import scopes_of
+from optax_lossscale._jaxprs import is_transposed
 from optax_lossscale._state import (
     LossScaleState,
     Unscaled,
@@ -23,6 +23,7 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._tree import (
     find_by_type,
+    is_floating_array,
     map_floating,
     resolve_mask,
     where_true,
@@ -81,18 +82,14 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             f"the loss scale must be a scalar, got shape {loss_scale.shape}, one for "
             "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
         )
-    _multiplied[id(loss_scale)] = loss_scale
     return map_floating(_scale_leaves, tree, loss_scale)
-
-
-# The scales that `scale` has multiplied by, as long as somebody holds them.
-_multiplied: WeakValueDictionary[int, jax.Array] = WeakValueDictionary()
 
 
 def _warn_if_inside(state: PyTree) -> None:
     """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside."""
     for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
-        if find_by_type(outer, LossScaleState):
+        inner = [state for _, state in find_by_type(outer, LossScaleState)]
+        if any(not isinstance(state.rule_state, Unscaled) for state in inner):
             name, consequence = _WRONG_OUTSIDE[type(outer)]
             warnings.warn(
                 f"`{name}` must not be outside `loss_scaled`: {consequence}. (Write "
@@ -186,17 +183,23 @@ def warn_if_unscaled(
     """Warns of derivatives computed from the parameters, but not from the loss scale.
 
     This is seen in one trace only. Gradients that another jitted function computed, or
-    that were computed outside `jit`, may be scaled or not.
+    that were computed outside `jit`, may be scaled or not. Any number that the trace
+    was given may be the scale.
     """
-    if not isinstance(state.loss_scale, jax.core.Tracer):
-        return
+    of_scale = inputs_of([state.loss_scale]).keys()
+    if not (of_scale and isinstance(state.loss_scale, jax.core.Tracer)):
+        return  # It is a number in the program, as after an `init` inside `jit`.
     inputs = inputs_of(jax.tree.leaves(where_true(mask, grads)))
-    equations = [equation for equation in inputs.values() if equation is not None]
-    are_derivatives = any("transpose" in scopes_of(equation) for equation in equations)
-    are_of_params = any(id(param) in inputs for param in jax.tree.leaves(params))
-    scales = inputs_of([state.loss_scale]).keys() | _multiplied.keys()
-    are_scaled = not scales.isdisjoint(inputs)
-    if are_derivatives and are_of_params and not are_scaled:
+    own = {id(param) for param in jax.tree.leaves(params)}
+    scales = of_scale | {
+        key
+        for key, (array, equation) in inputs.items()
+        if equation is None and is_floating_array(array) and not array.ndim
+    }
+    equations = [equation for _, equation in inputs.values() if equation is not None]
+    are_scaled = not (scales - own).isdisjoint(inputs)
+    are_of_params = not own.isdisjoint(inputs)
+    if are_of_params and not are_scaled and any(map(is_transposed, equations)):
         warnings.warn(
             "`update` divides gradients by the loss scale, but these were computed "
             "without it, so they become too small. (Compute them with "

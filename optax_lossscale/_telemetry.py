@@ -100,7 +100,9 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
 
     Call it outside `jit`. It waits for the device, so call it only now and then, for
     example every hundred steps. The default scale reaches its floor after 39 overflows
-    in a row, so after 50 the scale is no longer the cause.
+    in a row, so after 50 the scale is no longer the cause. Batches that overflow at
+    every scale bring it to the floor too, if they come more often than the scale grows.
+    Not every step is skipped then, but float16 gradients are zero.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays
@@ -114,6 +116,10 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         `LossScaleState`, or several.
       TypeError: If `max_consecutive` is not an integer, or if it is called inside
         `jit`.
+
+    Warns:
+      UserWarning: If the scale is `2**-24` or less, the floor of the default rule,
+        after `max_consecutive` steps that were applied.
 
     Example:
       >>> import optax_lossscale as ols
@@ -131,18 +137,27 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         "tree", state, "Call `raise_if_stalled` on the state that the step returns."
     )
     consecutive = int(np.max(state.notfinite_count))
+    loss_scale = float(np.min(get_loss_scale(state)))
+    skipped, steps = int(np.max(state.total_notfinite)), int(np.max(state.step_count))
     if consecutive >= max_consecutive:
         raise LossScaleStalledError(
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
-            f"{np.max(state.total_notfinite)} of {np.max(state.step_count)} in all), "
-            f"and the loss scale is {np.min(get_loss_scale(state)):g}. {_ADVICE}"
+            f"{skipped} of {steps} in all), and the loss scale is {loss_scale:g}. "
+            f"{_ADVICE}"
+        )
+    if loss_scale <= 2.0**-24 and steps - skipped >= max_consecutive:
+        warnings.warn(
+            f"the loss scale is {loss_scale:g}, at which float16 gradients are zero, "
+            f"so little is learnt; {skipped} of {steps} steps were skipped. {_ADVICE}",
+            stacklevel=2,
         )
 
 
 _ADVICE = (
-    "(Look for NaN and infinity in the batch, the parameters and the loss, which no "
-    "scale can prevent: `ols.diagnostics.trace_operations` names the operation. Check "
-    "the learning rate. If you pass `accept`, it may refuse every step.)"
+    "(Look for NaN and infinity in the batch, the parameters and the loss, and for "
+    "numbers above 65504 inside the model, which no scale can prevent: "
+    "`ols.diagnostics.trace_operations` names the operation. Check the learning rate. "
+    "If you pass `accept`, it may refuse every step.)"
 )
 
 

@@ -59,27 +59,32 @@ class Rest(NamedTuple):
 def partition(tree: PyTree) -> tuple[list[Any], Rest]:
     """The arrays of a tree that are traced, and the rest of it.
 
-    Outside of `jit`, arrays of integers and bools stay what they are, so that they can
-    be the bounds of loops that are differentiated.
+    Outside of `jit`, arrays of integers and bools are not traced, so that they can be
+    the bounds of loops that are differentiated.
     """
     leaves, structure = jax.tree.flatten(tree)
+    # A traced integer can be the index of an array of JAX, but not of one of NumPy.
+    leaves = [jnp.asarray(x) if _is_of_numpy(x) else x for x in leaves]
     flags = list(map(_is_traced, leaves))
     pairs = zip(leaves, flags, strict=True)
     others = [None if flag else leaf for leaf, flag in pairs]
-    arrays = itertools.compress(leaves, flags)
     rest = Rest(structure, others, flags)
-    return [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays], rest
+    return list(itertools.compress(leaves, flags)), rest
 
 
 def _is_traced(leaf: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return True
-    if isinstance(leaf, np.ndarray):  # Not of strings, dates or objects, for example.
-        is_array = leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
-    else:
-        is_array = isinstance(leaf, jax.Array)
     kinds = (jnp.integer, jnp.bool_)
-    return is_array and not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
+    return isinstance(leaf, jax.Array) and not any(
+        jnp.issubdtype(leaf.dtype, kind) for kind in kinds
+    )
+
+
+def _is_of_numpy(leaf: Any) -> bool:
+    """Whether it is an array of NumPy that JAX has too: not of strings or dates."""
+    is_array = isinstance(leaf, np.ndarray)
+    return is_array and leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:

@@ -84,17 +84,18 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
 def _row(found: Found, settings: Settings) -> _Row:
     """The row of a product."""
     equation, why = found.equation, found.reason or ""
-    dtype = aval_of(equation.invars[0]).dtype if found.reason else settings.dtype
+    factors = [aval_of(atom) for atom in equation.invars[:2]]
+    dtypes = [factor.dtype for factor in factors] if found.reason else [settings.dtype]
     if settings.has_float8 and found.reason is None:
         why = reason_not_float8(equation) or ""
-        dtype = dtype if why else VALUES
-    shapes = ["x".join(map(str, aval_of(atom).shape)) for atom in equation.invars[:2]]
+        dtypes = dtypes if why else [VALUES]
+    shapes = ["x".join(map(str, factor.shape)) for factor in factors]
     # JAX keeps few frames, so perhaps only a call around the product has the line.
     around = [equation, *reversed(found.calls)]
     lines = itertools.chain(map(user_line, around), map(where_written, around))
     return _Row(
         product=equation.primitive.name,
-        dtype=str(dtype),
+        dtype=" * ".join(dict.fromkeys(map(str, dtypes))),
         shapes=" * ".join(shapes),
         scope="/".join(found.scope),
         why=why,

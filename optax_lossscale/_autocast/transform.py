@@ -90,6 +90,7 @@ def autocast(
       multiples of 16 round their operands to 8 bits, each scaled by a power of two to
       its largest magnitude. All other products run in `otherwise`.
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
+      The result is a function without parameters: keep the module itself to train it.
     * *Outside of `jax.jit`* the function is traced at each call, so use `jax.jit`.
 
     Args:
@@ -206,7 +207,7 @@ def _check_function(fun: Any) -> None:
         hint = f" (Did you mean `autocast(level={fun!r})`?)"
     elif isinstance(fun, type):
         hint = " (Decorate a method of the class, or pass one of its objects.)"
-    elif not callable(fun) and hasattr(fun, "update"):
+    elif not callable(fun) and hasattr(fun, "init"):
         hint = " (Decorate the loss function. For an optimizer: `loss_scaled`.)"
     elif not callable(fun):
         hint = " (Decorate the function itself: `autocast(loss_fn)(params, batch)`.)"

@@ -49,10 +49,11 @@ def optax_to_numpyro(transformation: optax.GradientTransformation) -> Any:
     under `autocast`, because its `numpyro.sample` statements are side effects. Decorate
     the functions in it that compute products. With `forward_mode_differentiation=True`
     the gradients are right, but no loss scale keeps those of float16 products from
-    underflow.
+    underflow. `SteinVI` is not supported: it computes gradients without the loss scale.
 
     Args:
-      transformation: An optimizer that `loss_scaled` made, or that contains one.
+      transformation: An optimizer that `loss_scaled` made, or that contains one, but
+        not the link `loss_scaled()`, which cannot hold back the links after it.
 
     Returns:
       What `numpyro.optim.optax_to_numpyro` returns.

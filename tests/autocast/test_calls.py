@@ -195,6 +195,14 @@ def test_an_integer_array_can_be_the_bound_of_a_loop_that_is_differentiated():
         assert_close(grads, jax.grad(fun)(W, 3))
 
 
+def test_a_traced_integer_can_be_the_index_of_an_integer_array_of_numpy():
+    def fun(w, sizes):
+        return jnp.sum(X @ w) + jnp.float32(sizes[jnp.argmin(sizes)])
+
+    sizes = np.array([3, 1, 2])
+    assert_close(ols.autocast(fun)(W, sizes), fun(W, sizes))
+
+
 def test_a_bool_array_can_choose_in_python_outside_of_jit():
     fun = ols.autocast(lambda x, flag: x @ W if flag else x)
     assert_close(fun(X, jnp.array(False)), X)

@@ -1,4 +1,4 @@
-"""Haiku, NumPyro, Optimistix and Penzai: the programs of their sections, and what these say."""
+"""The programs for Haiku, NumPyro, FlowJAX and others, and what is said of them."""
 
 import functools
 import os
@@ -157,7 +157,7 @@ def test_a_model_of_numpyro_must_not_be_under_autocast():
 
 
 def test_penzai_keeps_parameters_and_moments_after_a_nan():
-    names = section("Frameworks that compute the gradients")
+    names = section("Penzai")
     trainer, x, y = names["trainer"], names["x"], names["y"]
     assert names["loss"] < 0.2 * jnp.var(y)
     freeze = names["pz"].freeze_params  # Arrays in place of variables.
@@ -171,6 +171,40 @@ def test_penzai_keeps_parameters_and_moments_after_a_nan():
     assert_same_bits(freeze(trainer.model), model)
     assert_same_bits(after.opt_state.inner_state, before.opt_state.inner_state)
     assert ols.get_loss_scale(after) == ols.get_loss_scale(before) / 2
+
+
+def fit_flow(names, x, **settings):
+    """Fits the flow of the section again."""
+    fit, key, flow = names["fit_to_data"], names["key"], names["flow"]
+    return fit(key, flow, x, show_progress=False, max_epochs=2, **settings)
+
+
+def test_flowjax_trains_as_with_a_loss_that_is_not_scaled():
+    names = section("FlowJAX")
+    scaled = {"loss_fn": names["loss_fn"], "optimizer": names["tx"]}
+    _, found = fit_flow(names, names["x"], **scaled)
+    plain = {"loss_fn": names["true_loss"], "optimizer": optax.adam(3e-3)}
+    _, expected = fit_flow(names, names["x"], **plain)
+    np.testing.assert_allclose(
+        np.asarray(found["train"]) / 2**10, expected["train"], rtol=1e-3
+    )
+    assert names["losses"]["train"][-1] < names["losses"]["train"][0]
+
+
+def test_flowjax_keeps_the_flow_if_all_batches_are_nan_and_warns():
+    names = section("FlowJAX")
+    scaled = {"loss_fn": names["loss_fn"], "optimizer": names["tx"]}
+    bad = names["x"] * jnp.nan
+    with pytest.warns(RuntimeWarning, match="the last 20 steps were skipped"):
+        flow, losses = fit_flow(names, bad, return_best=False, **scaled)
+    assert np.isinf(losses["train"]).all()
+    assert_same_bits(*(jax.tree.leaves(eqx_arrays(f)) for f in (flow, names["flow"])))
+
+
+def eqx_arrays(tree):
+    import equinox as eqx
+
+    return eqx.filter(tree, eqx.is_array)
 
 
 def check_optimistix():

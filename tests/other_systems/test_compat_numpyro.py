@@ -205,6 +205,8 @@ def test_an_optimizer_without_a_loss_scale_is_refused():
         optimizer.eval_and_update(overflowing, optimizer.init(jnp.ones(2)))
     with pytest.raises(TypeError, match="`transformation` must be an optimizer"):
         compat.optax_to_numpyro(optax.adam)
+    with pytest.raises(TypeError, match="NumPyro's optimizers are not Optax's"):
+        compat.optax_to_numpyro(optimizer)
 
 
 def test_the_result_is_an_optimizer_of_numpyro():

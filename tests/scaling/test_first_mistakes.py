@@ -58,8 +58,18 @@ def per_device(step):
     return lambda params, opt_state, x: call(params, opt_state, jnp.stack([x, x]))
 
 
+@jax.jit
+def accumulated_in_a_scan(params, opt_state, x):
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(params, x)), None
+
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x[:, None])
+    return TX.update(total, opt_state, params)
+
+
 UNSCALED = {
     "jit": jax.jit(unscaled_step),
+    "accumulated": accumulated_in_a_scan,
     "scan": in_a_scan,
     "TrainState": jax.jit(in_a_train_state),
     "pmap": per_device(after_a_mean_over_devices),
@@ -136,17 +146,56 @@ def test_update_does_not_warn_of_a_constant_scale_in_the_loss(skips):
     without_warning(step, PARAMS, tx.init(PARAMS))
 
 
-def test_update_does_not_warn_of_a_scale_from_another_argument():
+@pytest.mark.parametrize("transform", [jax.jit, ols.autocast, jax.checkpoint])
+def test_update_does_not_warn_of_a_scale_from_another_argument(transform):
     # As where a trainer hands the state to its loss function apart from its own copy.
     @jax.jit
     def step(params, opt_state, of_the_loss):
-        grads = ols.scaled_grad(loss_fn, of_the_loss)(params, X)
-        return TX.update(grads, opt_state, params)
+        loss = transform(lambda p, state: ols.scale(loss_fn(p, X), state))
+        return TX.update(jax.grad(loss)(params, of_the_loss), opt_state, params)
 
     without_warning(step, PARAMS, STATE, STATE)
 
 
-@pytest.mark.parametrize("name", ["acept", "accepted", "grad_finite", "grads_unscale"])
+def test_update_in_a_branch_does_not_warn_of_gradients_that_were_scaled_outside():
+    @jax.jit
+    def step(params, opt_state):
+        grads = ols.scaled_grad(loss_fn, opt_state)(params, X)
+
+        def apply(opt_state):
+            return TX.update(grads, opt_state, params)
+
+        def leave(opt_state):
+            return grads, opt_state
+
+        return jax.lax.cond(optax.tree.norm(grads) > 0, apply, leave, opt_state)
+
+    without_warning(step, PARAMS, STATE)
+
+
+def test_update_does_not_warn_if_the_state_is_made_inside_jit():
+    @jax.jit
+    def train(params):
+        opt_state = TX.init(params)
+        for _ in range(2):
+            grads = ols.scaled_grad(loss_fn, opt_state)(params, X)
+            _, opt_state = TX.update(grads, opt_state, params)
+        return opt_state
+
+    without_warning(train, PARAMS)
+
+
+def test_a_scope_named_transpose_is_no_derivative():
+    @jax.jit
+    def step(params, opt_state):
+        with jax.named_scope("transpose"):
+            grads = jax.tree.map(lambda x: 3 * x, params)
+        return TX.update(grads, opt_state, params)
+
+    without_warning(step, PARAMS, STATE)
+
+
+@pytest.mark.parametrize("name", ["acept", "grad_finite", "grads_unscale"])
 def test_update_refuses_a_misspelt_argument(name):
     with pytest.raises(TypeError, match=rf"no argument `{name}`. \(Did you mean"):
         TX.update(PARAMS, STATE, PARAMS, **{name: True})
@@ -170,8 +219,16 @@ def test_scaling_warns_of_a_wrapper_that_belongs_inside(name):
         ols.scaled_value_and_grad(loss_fn, state)(PARAMS, X)
 
 
-def test_scaling_does_not_warn_of_a_wrapper_inside():
-    state = ols.loss_scaled(optax.MultiSteps(optax.sgd(1e-3), 2)).init(PARAMS)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ols.loss_scaled(optax.MultiSteps(optax.sgd(1e-3), 2)),
+        optax.MultiSteps(ols.loss_scaled(optax.sgd(1e-3), ols.no_loss_scale()), 2),
+    ],
+    ids=["inside", "without a scale"],
+)
+def test_scaling_does_not_warn_of_a_wrapper_that_does_no_harm(tx):
+    state = tx.init(PARAMS)
     without_warning(ols.scaled_value_and_grad(loss_fn, state), PARAMS, X)
 
 
@@ -209,11 +266,12 @@ def test_new_batch_statistics_without_has_aux_are_an_error_that_says_so():
     ("value", "hint"),
     [
         (TX, "For an optimizer: `loss_scaled`"),
+        (PARAMS, "Decorate the function itself"),
         (PARAMS["w"], r"`autocast\(loss_fn\)\(params, batch\)`"),
         (Net(), r"`autocast\(model.apply\)`"),
         (Net, "Decorate a method of the class"),
     ],
-    ids=["optimizer", "loss", "linen module", "class"],
+    ids=["optimizer", "parameters", "loss", "linen module", "class"],
 )
 def test_autocast_says_what_to_decorate_instead(value, hint):
     with pytest.raises(TypeError, match=hint) as error:

@@ -74,6 +74,13 @@ def test_raise_if_stalled_is_silent_below_the_limit():
     ols.raise_if_stalled(after([False] * 60 + [True]))
 
 
+def test_raise_if_stalled_warns_of_a_scale_at_its_floor():
+    """Batches that overflow at every scale bring it there, though most are applied."""
+    ols.raise_if_stalled(after([False, True] * 39), max_consecutive=40)
+    with pytest.warns(UserWarning, match=r"is 5.96046e-08, at .* 39 of 79 steps"):
+        ols.raise_if_stalled(after([False, True] * 39 + [True]), max_consecutive=40)
+
+
 def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
     message = (
         r"the last 50 steps were skipped \(limit 50; 50 of 51 in all\), and the loss "
@@ -198,7 +205,8 @@ def test_the_gradient_norm_counts_every_leaf_of_a_node_that_gives_all_one_key():
 
 WARNING = (
     "the last 3 steps were skipped, and the loss scale is 128. (Look for NaN and "
-    "infinity in the batch, the parameters and the loss, which no scale can prevent: "
+    "infinity in the batch, the parameters and the loss, and for numbers above 65504 "
+    "inside the model, which no scale can prevent: "
     "`ols.diagnostics.trace_operations` names the operation. Check the learning rate. "
     "If you pass `accept`, it may refuse every step.)"
 )
