@@ -1,0 +1,65 @@
+"""Prints how large the project is, and how long its tests take. Nobody need obey it.
+
+    python tests/tools/size.py [--time]
+
+A line of code holds more than a comment or a part of a docstring. `--time` also runs
+the fast and the slow tests, which should have the machine for themselves.
+"""
+
+import argparse
+import ast
+import io
+import pathlib
+import subprocess
+import sys
+import time
+import tokenize
+
+ROOT = pathlib.Path(__file__).parents[2]
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines_of_code(source: str) -> int:
+    """Returns the number of lines that hold code."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            docstrings |= {*range(text.lineno, text.end_lineno + 1)}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {
+        line
+        for token in tokens
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - docstrings)
+
+
+def main() -> None:
+    """Prints a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--time", action="store_true", help="also run the tests")
+    arguments = parser.parse_args()
+    for folder in ("optax_lossscale", "tests", "benchmarks", "examples"):
+        files = sorted((ROOT / folder).rglob("*.py"))
+        lines = sum(lines_of_code(path.read_text()) for path in files)
+        print(f"{folder}: {lines} lines of code in {len(files)} files")
+    for kind in ("not slow and not frameworks", "slow") if arguments.time else ():
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", kind]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        print(f"{kind}: {seconds:.0f} s, {done.stdout.splitlines()[-1]}")
+
+
+if __name__ == "__main__":
+    main()
