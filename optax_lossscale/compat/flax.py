@@ -26,7 +26,7 @@ from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._tree import is_floating_array, map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale._verdict import repair_scale
-from optax_lossscale.presets._jax import flax as flax_rule
+from optax_lossscale.presets import flax as flax_rule
 from optax_lossscale.presets._rules import state_at
 
 try:

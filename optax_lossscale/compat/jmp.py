@@ -68,7 +68,7 @@ from optax_lossscale.compat._jmp_policy import (
     half_dtype,
 )
 from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
-from optax_lossscale.presets._jax import jmp as jmp_rule
+from optax_lossscale.presets import jmp as jmp_rule
 from optax_lossscale.presets._rules import state_at
 
 __version__ = "0.0.4"  # Of the jmp whose names these are.
