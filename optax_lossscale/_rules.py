@@ -271,18 +271,11 @@ def counting_rule(
     `first_count` at the start and after a nonfinite step, and 0 after a growth.
     """
 
-    def init() -> LossScaleState:
+    def first() -> PyTree:
         n = jnp.asarray(first_count, jnp.int32)
-        h = jnp.asarray(hysteresis, jnp.int32)
-        return first_state(init_scale, make_counts(n, h))
+        return make_counts(n, jnp.asarray(hysteresis, jnp.int32))
 
-    def adjust(
-        state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        grads_max: jax.typing.ArrayLike | None = None,
-    ) -> LossScaleState:
-        del grads_max
-        finite = as_verdict(grads_finite, state)
+    def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
         n, h = state.rule_state
         # A damaged count could keep the scale from ever changing; so it delays a growth
         # by one interval at most.
@@ -293,8 +286,33 @@ def counting_rule(
         h = jnp.where(finite, h, jnp.maximum(h - 1, 0))
         h = jnp.where(finite if refill_on_finite else grow, hysteresis, h)
         back_off = ~finite & (h == 0)
-        s = change(state, grow, back_off)
-        return count_step(state, finite, s, make_counts(n, h))
+        return change(state, grow, back_off), make_counts(n, h)
+
+    return verdict_rule(init_scale, first, advance)
+
+
+def verdict_rule(
+    init_scale: float,
+    first: Callable[[], PyTree],
+    advance: Callable[[LossScaleState, jax.Array], tuple[jax.Array, PyTree]],
+) -> LossScale:
+    """A rule that reads no more of the gradients than whether they were finite.
+
+    `first()` gives the first `rule_state`, and `advance(state, finite)` the next scale
+    and the next `rule_state`.
+    """
+
+    def init() -> LossScaleState:
+        return first_state(init_scale, first())
+
+    def adjust(
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        grads_max: jax.typing.ArrayLike | None = None,
+    ) -> LossScaleState:
+        del grads_max
+        finite = as_verdict(grads_finite, state)
+        return count_step(state, finite, *advance(state, finite))
 
     return LossScale(init, adjust)
 
@@ -439,7 +457,7 @@ def _count_step(state: LossScaleState, finite: jax.Array) -> LossScaleState:
     )
 
 
-def first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
+def first_state(init_scale: jax.typing.ArrayLike, rule_state: PyTree) -> LossScaleState:
     """The state before the first step."""
     return LossScaleState(
         loss_scale=jnp.asarray(init_scale, jnp.float32),

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from optax_lossscale._checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_factor,
+    check_scale,
+)
 from optax_lossscale._rules import Change, LossScale
 from optax_lossscale._state import LossScaleState
 
@@ -53,6 +58,9 @@ def uncapped(
     A growth beyond `2**126` is refused: the scale stays as it is. With None as the
     backoff factor, backoff divides by the growth factor.
     """
+    growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
+    if backoff_factor is not None:
+        backoff_factor = check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
 
     def change(
         state: LossScaleState, grow: jax.Array, back_off: jax.Array

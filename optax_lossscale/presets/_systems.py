@@ -16,16 +16,15 @@ from optax_lossscale._checks import (
 )
 from optax_lossscale._rules import (
     LossScale,
-    as_verdict,
-    count_step,
     counting_rule,
     dynamic_loss_scale,
-    first_state,
     no_loss_scale,
     shows_settings,
     static_loss_scale,
+    verdict_rule,
 )
 from optax_lossscale._state import LossScaleState
+from optax_lossscale._types import PyTree
 from optax_lossscale.presets._rules import (
     DeepSpeedRuleState,
     FairseqRuleState,
@@ -83,8 +82,6 @@ def torch(
     """
     if not check_flag("enabled", enabled):
         return no_loss_scale()
-    growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
-    backoff_factor = check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
     return counting_rule(
         check_scale("init_scale", init_scale),
         uncapped(growth_factor, backoff_factor),
@@ -202,8 +199,6 @@ def megatron(
     References:
       Megatron-LM core 0.16.1, `megatron/core/optimizer/grad_scaler.py`.
     """
-    growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
-    backoff_factor = check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
     floor = check_floor("min_scale", min_scale)
     return counting_rule(
         check_scale("initial_scale", initial_scale),
@@ -537,8 +532,6 @@ def flax(
     References:
       flax 0.12.8, `flax/training/dynamic_scale.py`.
     """
-    growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
-    backoff_factor = check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
     floor = check_floor("minimum_scale", minimum_scale)
     return counting_rule(
         check_scale("scale", scale),
@@ -669,17 +662,10 @@ def fairseq(
     lowest = check_number("min_loss_scale", min_loss_scale, 0.0)
     change = uncapped(factor, backoff_factor=None, floor=floor)
 
-    def init() -> LossScaleState:
-        counts = (jnp.zeros((), jnp.int32) for _ in FairseqRuleState._fields)
-        return first_state(init_scale, FairseqRuleState(*counts))
+    def first() -> PyTree:
+        return FairseqRuleState(*(jnp.zeros((), jnp.int32) for _ in range(3)))
 
-    def adjust(
-        state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        grads_max: jax.typing.ArrayLike | None = None,
-    ) -> LossScaleState:
-        del grads_max
-        finite = as_verdict(grads_finite, state)
+    def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
         c, r, o = state.rule_state
         c, r = optax.safe_increment(c), optax.safe_increment(r)
         o = jnp.where(finite, o, optax.safe_increment(o))
@@ -693,6 +679,6 @@ def fairseq(
             rescale_count=jnp.where(grow | back_off, 0, r),
             overflow_count=jnp.where(back_off, 0, o),
         )
-        return count_step(state, finite, s, rule_state)
+        return s, rule_state
 
-    return LossScale(init, adjust)
+    return verdict_rule(init_scale, first, advance)
