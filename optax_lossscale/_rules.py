@@ -12,12 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._checks import (
-    check_bounds,
-    check_count,
-    check_factor,
-    check_scale,
-)
+from optax_lossscale._checks import check_bounds, check_count, check_factor, check_scale
 from optax_lossscale._state import LossScaleState, Unscaled
 from optax_lossscale._tree import dtype_of
 from optax_lossscale._types import PyTree

@@ -10,11 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._bits import exponents_within, power_of_two
-from optax_lossscale._checks import (
-    check_number,
-    check_power_of_two_bounds,
-    check_scale,
-)
+from optax_lossscale._checks import check_bounds, check_number, check_scale
 from optax_lossscale._rules import LossScale, shows_settings, verdict_rule
 from optax_lossscale._state import LossScaleState
 from optax_lossscale._types import PyTree
@@ -97,7 +93,7 @@ def smooth_loss_scale(
     # Much smaller steps would be rounded away when added to a fraction in float32.
     growth_bits = check_number("growth_bits", growth_bits, 2.0**-20, 126.0)
     backoff_bits = check_number("backoff_bits", backoff_bits, 2.0**-20, 126.0)
-    bounds = check_power_of_two_bounds(min_scale, max_scale)
+    bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
 
     def first() -> PyTree:
         return SmoothRuleState(jnp.asarray(math.log2(mantissa) + 1, jnp.float32))

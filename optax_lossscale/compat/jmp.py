@@ -50,11 +50,7 @@ from optax_lossscale._checks import (
 )
 from optax_lossscale._finite import is_finite
 from optax_lossscale._rules import LossScale as Rule
-from optax_lossscale._rules import (
-    first_state,
-    no_loss_scale,
-    static_loss_scale,
-)
+from optax_lossscale._rules import first_state, no_loss_scale, static_loss_scale
 from optax_lossscale._scaling import divide_out
 from optax_lossscale._scaling import scale as scale_tree
 from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
