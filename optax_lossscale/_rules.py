@@ -79,7 +79,7 @@ class LossScale(NamedTuple):
 class _MadeRule(LossScale):
     """A rule that shows the name and the settings of the function that made it.
 
-    A copy that `_replace` made is another rule, and has neither.
+    A copy that `_replace` or a pytree made is another rule, and has neither.
     """
 
     name = "LossScale"
