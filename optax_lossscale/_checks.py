@@ -133,12 +133,13 @@ def check_positive(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
 
 
 def check_bounds(
-    min_scale: ScaleBound, max_scale: ScaleBound
+    min_scale: ScaleBound, max_scale: ScaleBound, *, of_powers_of_two: bool = False
 ) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
     """Returns a function from the step count to the floor and the cap.
 
     Where a scheduled floor exceeds the cap, the cap wins. A scheduled value outside the
     range of loss scales is clipped to it; a scheduled NaN means no bound at that step.
+    If scales are powers of two, fixed bounds must have one between them.
     """
     low = _check_bound("min_scale", min_scale)
     high = _check_bound("max_scale", max_scale)
@@ -147,6 +148,12 @@ def check_bounds(
             raise ValueError(
                 f"`min_scale` must be at most `max_scale`, got {low} and {high}. (Did "
                 "you swap them?)"
+            )
+        power = 2.0 ** math.floor(math.log2(np.float32(high)))
+        if of_powers_of_two and power < np.float32(low):
+            raise ValueError(
+                "`min_scale` and `max_scale` must have a power of two between them, "
+                f"got {min_scale} and {max_scale}. (The scale is a power of two.)"
             )
         return lambda step_count: (low, high)
 
@@ -160,25 +167,6 @@ def check_bounds(
         cap = value_at(high, step_count, LARGEST_SCALE)
         return jnp.minimum(value_at(low, step_count, SMALLEST_SCALE), cap), cap
 
-    return bounds
-
-
-def check_power_of_two_bounds(
-    min_scale: ScaleBound, max_scale: ScaleBound
-) -> Callable[[jax.Array], tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]]:
-    """`check_bounds` for a rule whose scale is always a power of two.
-
-    Fixed bounds must have one between them. Where scheduled ones have none, the cap
-    wins.
-    """
-    bounds = check_bounds(min_scale, max_scale)
-    if not callable(min_scale) and not callable(max_scale):
-        low, high = np.float32(min_scale), np.float32(max_scale)
-        if 2.0 ** math.floor(math.log2(high)) < low:
-            raise ValueError(
-                "`min_scale` and `max_scale` must have a power of two between them, "
-                f"got {min_scale} and {max_scale}. (The scale is a power of two.)"
-            )
     return bounds
 
 

@@ -18,10 +18,10 @@ from optax_lossscale._bits import (
     split_number,
 )
 from optax_lossscale._checks import (
+    check_bounds,
     check_count,
     check_float_dtype,
     check_number,
-    check_power_of_two_bounds,
     check_scale,
 )
 from optax_lossscale._rules import (
@@ -155,7 +155,7 @@ def headroom_loss_scale(
     history = check_count("history", history)
     recent_steps = min(check_count("recent", recent), history)
     margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
-    bounds = check_power_of_two_bounds(min_scale, max_scale)
+    bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
     largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
     largest = min(largest, float(_FLOAT32.max))
     largest_usable = largest * 2.0**-margin_bits

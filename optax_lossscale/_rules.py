@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._checks import (
-    check_bounds,
-    check_count,
-    check_factor,
-    check_scale,
-)
+from optax_lossscale._checks import check_bounds, check_count, check_factor, check_scale
 from optax_lossscale._state import LossScaleState, Unscaled
 from optax_lossscale._tree import dtype_of
 from optax_lossscale._types import PyTree
 
 _Settings = ParamSpec("_Settings")
+# From a state, and whether to grow or to back off, to the next scale.
+Change: TypeAlias = Callable[[LossScaleState, jax.Array, jax.Array], jax.Array]
 
 
 class LossScale(NamedTuple):
@@ -76,37 +73,36 @@ class LossScale(NamedTuple):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that the rule was made with; empty for a rule of your own."""
-        made = _made_by(self)
-        return dict(made.settings) if made else {}
-
-    def __repr__(self) -> str:
-        made = _made_by(self)
-        settings = made.settings if made else self._asdict()
-        listed = ", ".join(
-            f"{key}={value.__name__ if isinstance(value, type) else repr(value)}"
-            for key, value in settings.items()
-        )
-        return f"{made.name if made else 'LossScale'}({listed})"
+        return {}
 
 
-class _MadeBy(NamedTuple):
-    """The function that made a rule. `init` has it as an attribute.
+class _MadeRule(LossScale):
+    """A rule that shows the name and the settings of the function that made it.
 
-    Attributes:
-      name: What a user calls the function.
-      settings: Its arguments by their names.
-      others: The other fields of the rule. A rule of your own with this `init` and
-        another `adjust` has other ones, and does not show these settings.
+    A copy that `_replace` or a pytree made is another rule, and has neither.
     """
 
-    name: str
-    settings: dict[str, Any]
-    others: tuple[Any, ...]
+    name = "LossScale"
+    made_with: dict[str, Any] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.made_with or {})
+
+    def __repr__(self) -> str:
+        shown = self._asdict() if self.made_with is None else self.made_with
+        listed = ", ".join(
+            f"{key}={value.__name__ if isinstance(value, type) else repr(value)}"
+            for key, value in shown.items()
+        )
+        return f"{self.name}({listed})"
 
 
-def _made_by(rule: LossScale) -> _MadeBy | None:
-    made: _MadeBy | None = getattr(rule.init, "made_by", None)
-    return made if made and made.others == rule[1:] else None
+def with_settings(rule: LossScale, name: str, settings: dict[str, Any]) -> LossScale:
+    """The same rule, which shows a name and settings."""
+    made = _MadeRule(*rule)
+    made.name, made.made_with = name, settings
+    return made
 
 
 def shows_settings(
@@ -115,17 +111,16 @@ def shows_settings(
     """Lets the rules that a function makes show its name and their settings."""
     signature = inspect.signature(make_rule)
     place = "presets." if ".presets." in make_rule.__module__ else ""
+    name = place + make_rule.__name__
 
     @functools.wraps(make_rule)
     def make(*args: _Settings.args, **kwargs: _Settings.kwargs) -> LossScale:
         rule = make_rule(*args, **kwargs)
+        if is_identity(rule) or getattr(rule, "name", "") == name:
+            return rule  # Made by `no_loss_scale`, or by this function itself.
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        if is_identity(rule):
-            return rule
-        init: Any = functools.wraps(rule.init)(lambda: rule.init())
-        init.made_by = _MadeBy(place + make_rule.__name__, given.arguments, rule[1:])
-        return rule._replace(init=init)
+        return with_settings(rule, name, given.arguments)
 
     return make
 
@@ -236,12 +231,74 @@ def dynamic_loss_scale(
             f"{hysteresis_refill!r}."
         )
 
+    def change(
+        state: LossScaleState, grow: jax.Array, back_off: jax.Array
+    ) -> jax.Array:
+        s = state.loss_scale
+        low, high = bounds(state.step_count)
+        s = jnp.where(grow, jnp.minimum(s * growth_factor, high), s)
+        s = jnp.where(back_off, jnp.maximum(s * backoff_factor, low), s)
+        is_scheduled = callable(min_scale) or callable(max_scale)
+        return jnp.clip(s, low, high) if is_scheduled else s
+
+    return counting_rule(
+        init_scale,
+        change,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill_on_finite=hysteresis_refill == "finite",
+    )
+
+
+def counting_rule(
+    init_scale: float,
+    change: Change,
+    *,
+    growth_interval: int,
+    hysteresis: int = 1,
+    refill_on_finite: bool = True,
+    first_count: int = 0,
+    make_counts: Callable[[jax.Array, jax.Array], PyTree] = DynamicRuleState,
+) -> LossScale:
+    """A rule with the counts of `dynamic_loss_scale`, and scales of its own.
+
+    `change(state, grow, back_off)` gives the next scale. The count of finite steps is
+    `first_count` at the start and after a nonfinite step, and 0 after a growth.
+    """
+
+    def first() -> PyTree:
+        n = jnp.asarray(first_count, jnp.int32)
+        return make_counts(n, jnp.asarray(hysteresis, jnp.int32))
+
+    def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
+        n, h = state.rule_state
+        # A damaged count could keep the scale from ever changing; so it delays a growth
+        # by one interval at most.
+        n = optax.safe_increment(jnp.maximum(n, -growth_interval))
+        h = jnp.clip(h, 0, hysteresis)
+        grow = finite & (n >= growth_interval)
+        n = jnp.where(finite, jnp.where(grow, 0, n), first_count)
+        h = jnp.where(finite, h, jnp.maximum(h - 1, 0))
+        h = jnp.where(finite if refill_on_finite else grow, hysteresis, h)
+        back_off = ~finite & (h == 0)
+        return change(state, grow, back_off), make_counts(n, h)
+
+    return verdict_rule(init_scale, first, advance)
+
+
+def verdict_rule(
+    init_scale: float,
+    first: Callable[[], PyTree],
+    advance: Callable[[LossScaleState, jax.Array], tuple[jax.Array, PyTree]],
+) -> LossScale:
+    """A rule that reads no more of the gradients than whether they were finite.
+
+    `first()` gives the first `rule_state`, and `advance(state, finite)` the next scale
+    and the next `rule_state`.
+    """
+
     def init() -> LossScaleState:
-        rule_state = DynamicRuleState(
-            growth_count=jnp.zeros((), jnp.int32),
-            hysteresis_count=jnp.asarray(hysteresis, jnp.int32),
-        )
-        return first_state(init_scale, rule_state)
+        return first_state(init_scale, first())
 
     def adjust(
         state: LossScaleState,
@@ -250,26 +307,7 @@ def dynamic_loss_scale(
     ) -> LossScaleState:
         del grads_max
         finite = as_verdict(grads_finite, state)
-        # A damaged count could keep the scale from ever changing; so it delays a growth
-        # by one interval at most. In DeepSpeed's preset the count starts at -1.
-        n = jnp.maximum(state.rule_state.growth_count, -growth_interval)
-        n = optax.safe_increment(n)
-        h = jnp.clip(state.rule_state.hysteresis_count, 0, hysteresis)
-        grow = finite & (n >= growth_interval)
-        n = jnp.where(finite & ~grow, n, 0)
-        refill = finite if hysteresis_refill == "finite" else grow
-        h = jnp.where(finite, h, jnp.maximum(h - 1, 0))
-        h = jnp.where(refill, hysteresis, h)
-        back_off = ~finite & (h == 0)
-
-        s = state.loss_scale
-        low, high = bounds(state.step_count)
-        s = jnp.where(grow, jnp.minimum(s * growth_factor, high), s)
-        s = jnp.where(back_off, jnp.maximum(s * backoff_factor, low), s)
-        if callable(min_scale) or callable(max_scale):
-            s = jnp.clip(s, low, high)
-        rule_state = DynamicRuleState(growth_count=n, hysteresis_count=h)
-        return count_step(state, finite, s, rule_state)
+        return count_step(state, finite, *advance(state, finite))
 
     return LossScale(init, adjust)
 
@@ -335,7 +373,8 @@ def no_loss_scale() -> LossScale:
     References:
       `jmp.NoOpLossScale` (https://github.com/google-deepmind/jmp).
     """
-    return LossScale(_init_one, _hold_unchecked, skips=False)
+    rule = LossScale(_init_one, _hold_unchecked, skips=False)
+    return with_settings(rule, "no_loss_scale", {})
 
 
 def is_identity(rule: LossScale) -> bool:
@@ -413,7 +452,7 @@ def _count_step(state: LossScaleState, finite: jax.Array) -> LossScaleState:
     )
 
 
-def first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
+def first_state(init_scale: jax.typing.ArrayLike, rule_state: PyTree) -> LossScaleState:
     """The state before the first step."""
     return LossScaleState(
         loss_scale=jnp.asarray(init_scale, jnp.float32),
@@ -427,6 +466,3 @@ def first_state(init_scale: float, rule_state: PyTree) -> LossScaleState:
 
 def _init_one() -> LossScaleState:
     return first_state(1.0, Unscaled())
-
-
-_init_one.made_by = _MadeBy("no_loss_scale", {}, no_loss_scale()[1:])  # type: ignore[attr-defined]

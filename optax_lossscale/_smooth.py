@@ -10,19 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._bits import exponents_within, power_of_two
-from optax_lossscale._checks import (
-    check_number,
-    check_power_of_two_bounds,
-    check_scale,
-)
-from optax_lossscale._rules import (
-    LossScale,
-    as_verdict,
-    count_step,
-    first_state,
-    shows_settings,
-)
+from optax_lossscale._checks import check_bounds, check_number, check_scale
+from optax_lossscale._rules import LossScale, shows_settings, verdict_rule
 from optax_lossscale._state import LossScaleState
+from optax_lossscale._types import PyTree
 
 
 class SmoothRuleState(NamedTuple):
@@ -102,19 +93,12 @@ def smooth_loss_scale(
     # Much smaller steps would be rounded away when added to a fraction in float32.
     growth_bits = check_number("growth_bits", growth_bits, 2.0**-20, 126.0)
     backoff_bits = check_number("backoff_bits", backoff_bits, 2.0**-20, 126.0)
-    bounds = check_power_of_two_bounds(min_scale, max_scale)
+    bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
 
-    def init() -> LossScaleState:
-        fraction = jnp.asarray(math.log2(mantissa) + 1, jnp.float32)
-        return first_state(2.0 ** (exponent - 1), SmoothRuleState(fraction))
+    def first() -> PyTree:
+        return SmoothRuleState(jnp.asarray(math.log2(mantissa) + 1, jnp.float32))
 
-    def adjust(
-        state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        grads_max: jax.typing.ArrayLike | None = None,
-    ) -> LossScaleState:
-        del grads_max
-        finite = as_verdict(grads_finite, state)
+    def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
         low, high = map(power_of_two, exponents_within(bounds(state.step_count)))
         fraction = state.rule_state.fraction
         # A damaged checkpoint may hold NaN or any other number.
@@ -123,7 +107,6 @@ def smooth_loss_scale(
         whole = jnp.floor(fraction)
         s = jnp.ldexp(state.loss_scale, whole.astype(jnp.int32))
         fraction = jnp.where((s < low) | (s >= high), 0.0, fraction - whole)
-        s = jnp.clip(s, low, high)
-        return count_step(state, finite, s, SmoothRuleState(fraction))
+        return jnp.clip(s, low, high), SmoothRuleState(fraction)
 
-    return LossScale(init, adjust)
+    return verdict_rule(2.0 ** (exponent - 1), first, advance)

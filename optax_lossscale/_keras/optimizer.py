@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -352,29 +353,21 @@ def _make_rule(
     dynamic_growth_steps: int | None,
     loss_scale_factor: float | None,
 ) -> LossScale:
-    if loss_scale_factor is not None:
-        for name, value in (
-            ("initial_scale", initial_scale),
-            ("dynamic_growth_steps", dynamic_growth_steps),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"`{name}` must be None with `loss_scale_factor`, got {value}. "
-                    "(`loss_scale_factor` alone fixes the scale.)"
-                )
-        check_flag("dynamic", dynamic)
-        scale = check_scale("loss_scale_factor", loss_scale_factor)
-        return static_loss_scale(scale, skip_nonfinite=False)
-    if check_flag("dynamic", dynamic):
-        return keras(
-            2.0**15 if initial_scale is None else initial_scale,
-            2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+    given: dict[str, Any] = {
+        "initial_scale": initial_scale,
+        "dynamic_growth_steps": dynamic_growth_steps,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    is_dynamic = check_flag("dynamic", dynamic)
+    if loss_scale_factor is None:
+        return keras(**given) if is_dynamic else tf_keras(is_dynamic, **given)
+    for name, value in given.items():
+        raise ValueError(
+            f"`{name}` must be None with `loss_scale_factor`, got {value}. "
+            "(`loss_scale_factor` alone fixes the scale.)"
         )
-    return tf_keras(
-        dynamic=False,
-        initial_scale=initial_scale,
-        dynamic_growth_steps=dynamic_growth_steps,
-    )
+    scale = check_scale("loss_scale_factor", loss_scale_factor)
+    return static_loss_scale(scale, skip_nonfinite=False)
 
 
 def _make_schedule(

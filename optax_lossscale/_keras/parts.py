@@ -204,8 +204,7 @@ def accumulate_before(
     def multi_steps(tree: PyTree) -> optax.MultiSteps:
         # `MultiSteps` accumulates in float32 by default, which would round float64
         # gradients and drop the imaginary parts of complex ones.
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if is_floating(leaf)]
-        dtypes = [wide_dtype(leaf.dtype) for leaf in leaves]
+        dtypes = [wide_dtype(x.dtype) for x in jax.tree.leaves(tree) if is_floating(x)]
         dtype = np.result_type(np.float32, *dtypes)
         return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
 
@@ -218,26 +217,13 @@ def accumulate_before(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        grads = updates
+        grads, means = updates, state.acc_grads
         # `MultiSteps` needs the gradients and their means to have the same leaves, so
         # the mean is left out where the gradient is absent, and put back afterwards.
-        means = jax.tree.map(
-            lambda grad, mean: grad if is_absent(grad) else mean,
-            grads,
-            state.acc_grads,
-            is_leaf=is_absent,
-        )
-        updates, updated = multi_steps(grads).update(
-            grads, state._replace(acc_grads=means), params, **extra_args
-        )
-        acc_grads = jax.tree.map(
-            lambda grad, old, new: old if is_absent(grad) else new,
-            grads,
-            state.acc_grads,
-            updated.acc_grads,
-            is_leaf=is_absent,
-        )
-        return updates, updated._replace(acc_grads=acc_grads)
+        state = state._replace(acc_grads=_where_absent(grads, grads, means))
+        updates, state = multi_steps(grads).update(grads, state, params, **extra_args)
+        means = _where_absent(grads, means, state.acc_grads)
+        return updates, state._replace(acc_grads=means)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -250,6 +236,17 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
         return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
 
     return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
+
+
+def _where_absent(tree: PyTree, if_absent: PyTree, if_present: PyTree) -> PyTree:
+    """The leaves of one tree where those of `tree` are absent, and of another else."""
+    return jax.tree.map(
+        lambda leaf, x, y: x if is_absent(leaf) else y,
+        tree,
+        if_absent,
+        if_present,
+        is_leaf=is_absent,
+    )
 
 
 def _last_step(update_count: jax.Array, window: int) -> jax.Array:
@@ -269,8 +266,9 @@ def _map_schedules(function: Callable[[jax.Array], jax.Array], state: PyTree) ->
         return is_count and type(node).__module__.split(".")[0] == "optax"
 
     def map_node(node: PyTree) -> PyTree:
-        is_mapped = is_schedule(node)
-        return node._replace(count=function(node.count)) if is_mapped else node
+        if not is_schedule(node):
+            return node
+        return node._replace(count=function(node.count))
 
     return jax.tree.map(map_node, state, is_leaf=is_schedule)
 

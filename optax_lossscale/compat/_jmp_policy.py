@@ -181,7 +181,7 @@ def half_dtype() -> Any:
 
 
 def _cast_floating(tree: PyTree, dtype: jax.typing.DTypeLike) -> PyTree:
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: PyTree) -> PyTree:
         is_array = isinstance(leaf, jax.Array | np.ndarray)
         is_cast = is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(dtype) if is_cast else leaf

@@ -9,7 +9,7 @@ Scripts and checkpoints stay as they are. `DynamicScale` lists what differs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from optax_lossscale._state import LossScaleState, find_loss_scale_state
 from optax_lossscale._tree import is_floating_array, map_floating, widen
 from optax_lossscale._types import AxisName, PyTree
 from optax_lossscale._verdict import repair_scale
-from optax_lossscale.presets._jax import flax as flax_rule
+from optax_lossscale.presets import flax as flax_rule
 from optax_lossscale.presets._rules import state_at
 
 try:
@@ -38,7 +38,7 @@ except ImportError as error:
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
 
-_Axes = tuple[Any, ...]  # Names of axes.
+_Axes = tuple[Hashable, ...]  # Names of axes.
 _LONGEST_INTERVAL = 2**31 - 2  # The count of `presets.flax` goes one further.
 
 
@@ -54,8 +54,8 @@ class DynamicScaleResult(NamedTuple):
 
     dynamic_scale: DynamicScale
     finite: jax.Array
-    aux: Any
-    grad: Any
+    aux: PyTree
+    grad: PyTree
 
 
 class DynamicScale(struct.PyTreeNode):
@@ -309,7 +309,7 @@ class DynamicScale(struct.PyTreeNode):
         return replaced
 
 
-def _as_wide_float(loss: Any) -> jax.Array:
+def _as_wide_float(loss: jax.typing.ArrayLike) -> jax.Array:
     """The loss in float32 or wider. A constant 0 may be an integer."""
     array = jnp.asarray(loss)
     is_float = jnp.issubdtype(array.dtype, jnp.inexact)
@@ -327,8 +327,8 @@ def _axes(axis_name: AxisName | None) -> tuple[_Axes, _Axes]:
 
 
 def _vary_arguments(
-    args: tuple[Any, ...], argnums: int | Sequence[int], tracked: _Axes
-) -> tuple[Any, ...]:
+    args: tuple[PyTree, ...], argnums: int | Sequence[int], tracked: _Axes
+) -> tuple[PyTree, ...]:
     """Makes parameters vary over devices, so that each device has its own gradients.
 
     JAX would sum the gradients of parameters that do not vary, in the dtype to which
@@ -337,7 +337,7 @@ def _vary_arguments(
     if not tracked:
         return args
 
-    def vary(leaf: Any) -> Any:
+    def vary(leaf: PyTree) -> PyTree:
         is_float = isinstance(leaf, float | complex) or is_floating_array(leaf)
         return vary_over(leaf, tracked) if is_float else leaf
 
@@ -367,10 +367,12 @@ def _mean_over_devices(
     return jax.tree.map(mean, grads)
 
 
-def _varying(array: jax.Array) -> frozenset[Any]:
+def _varying(array: jax.Array) -> frozenset[Hashable]:
     """The axes over which an array is known to vary."""
     kind: Any = jax.typeof(array)
     # JAX 0.7 has the first name, and JAX 0.10 the second.
     is_named_vma = hasattr(kind, "vma")
-    axes: frozenset[Any] = kind.vma if is_named_vma else kind.manual_axis_type.varying
+    axes: frozenset[Hashable] = (
+        kind.vma if is_named_vma else kind.manual_axis_type.varying
+    )
     return axes

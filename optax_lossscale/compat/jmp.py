@@ -50,11 +50,7 @@ from optax_lossscale._checks import (
 )
 from optax_lossscale._finite import is_finite
 from optax_lossscale._rules import LossScale as Rule
-from optax_lossscale._rules import (
-    first_state,
-    no_loss_scale,
-    static_loss_scale,
-)
+from optax_lossscale._rules import first_state, no_loss_scale, static_loss_scale
 from optax_lossscale._scaling import divide_out
 from optax_lossscale._scaling import scale as scale_tree
 from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
@@ -68,7 +64,7 @@ from optax_lossscale.compat._jmp_policy import (
     half_dtype,
 )
 from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
-from optax_lossscale.presets._jax import jmp as jmp_rule
+from optax_lossscale.presets import jmp as jmp_rule
 from optax_lossscale.presets._rules import state_at
 
 __version__ = "0.0.4"  # Of the jmp whose names these are.
@@ -146,9 +142,28 @@ class NoOpLossScale:
         return cls()
 
 
+class _ScalesTrees:
+    """The methods that a static and a dynamic loss scale share."""
+
+    loss_scale: jax.typing.ArrayLike
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies every floating leaf, usually the loss, by the scale."""
+        return scale_tree(tree, self._state())
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the scale out of every floating leaf."""
+        return divide_out(tree, self._state().loss_scale)
+
+    def _state(self) -> LossScaleState:
+        """The scale, or 2**126 in place of a larger one, whose reciprocal is zero."""
+        s = jnp.minimum(jnp.asarray(self.loss_scale, jnp.float32), LARGEST_SCALE)
+        return first_state(s, ())
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_ScalesTrees):
     """A loss scale that never changes: `static_loss_scale`.
 
         scale(x) = widen(x) * loss_scale
@@ -193,14 +208,6 @@ class StaticLossScale:
     def __hash__(self) -> int:
         return hash(python_number("loss_scale", self.loss_scale))
 
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies every floating leaf, usually the loss, by the scale."""
-        return _scale(tree, self.loss_scale)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divides the scale out of every floating leaf."""
-        return _unscale(tree, self.loss_scale)
-
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> StaticLossScale:
         """Returns the same object."""
         del grads_finite
@@ -239,7 +246,7 @@ class StaticLossScale:
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_ScalesTrees):
     """A loss scale that grows and backs off: `presets.jmp`.
 
         scale(x) = widen(x) * loss_scale
@@ -319,14 +326,6 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         _warn_unless_floating("loss_scale", self.loss_scale)
         _warn_unless_floating("min_loss_scale", self.min_loss_scale)
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies every floating leaf, usually the loss, by the scale."""
-        return _scale(tree, self.loss_scale)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divides the scale out of every floating leaf."""
-        return _unscale(tree, self.loss_scale)
 
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> DynamicLossScale:
         """Returns the loss scale for the next step.
@@ -511,7 +510,7 @@ def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
         )
     verdict = jnp.asarray(pred)
 
-    def select(x: Any, y: Any) -> jax.Array:
+    def select(x: jax.typing.ArrayLike, y: jax.typing.ArrayLike) -> jax.Array:
         if is_floating(x) and is_floating(y):
             x = jnp.asarray(x).astype(jnp.result_type(y))
         return lax.select(verdict, x, y)
@@ -519,25 +518,11 @@ def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(select, a, b)
 
 
-def _scale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
-    return scale_tree(tree, _holding(loss_scale))
-
-
-def _unscale(tree: PyTree, loss_scale: jax.typing.ArrayLike) -> PyTree:
-    return divide_out(tree, _holding(loss_scale).loss_scale)
-
-
-def _holding(loss_scale: Any) -> LossScaleState:
-    """A state for `scale` and `unscale`. The reciprocal of a larger scale is zero."""
-    s = jnp.minimum(jnp.asarray(loss_scale, jnp.float32), LARGEST_SCALE)
-    return first_state(s, ())  # type: ignore[arg-type]
-
-
 def _state_of_rule(tree: PyTree, rule: Rule) -> LossScaleState:
     """The state that a tree holds, if a rule has states of this form."""
     state: LossScaleState = with_arrays(find_loss_scale_state(tree))
-    form: Any = jax.tree.structure(state.rule_state)
-    if form != jax.tree.structure(rule.init().rule_state):
+    form: object = jax.tree.structure(rule.init().rule_state)
+    if form != jax.tree.structure(state.rule_state):
         raise ValueError(
             f"`state` must hold a state of {rule}, got one of another rule, whose "
             f"`rule_state` is a {type(state.rule_state).__name__}. (To take over only "

@@ -25,15 +25,23 @@ Example:
   Array(65536., dtype=float32)
 """
 
-from optax_lossscale.presets._jax import flax, jmp
-from optax_lossscale.presets._keras import keras, tf_keras
-from optax_lossscale.presets._mindspore import mindspore_dynamic, mindspore_fixed
-from optax_lossscale.presets._torch import (
+from optax_lossscale.presets._state_dicts import (
     from_torch_state_dict,
     to_torch_state_dict,
+)
+from optax_lossscale.presets._systems import (
+    apex,
+    deepspeed,
+    fairseq,
+    flax,
+    jmp,
+    keras,
+    megatron,
+    mindspore_dynamic,
+    mindspore_fixed,
+    tf_keras,
     torch,
 )
-from optax_lossscale.presets._trainers import apex, deepspeed, fairseq, megatron
 
 __all__ = [
     "apex",

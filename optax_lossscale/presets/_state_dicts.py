@@ -1,88 +1,21 @@
-"""PyTorch's rule, and conversion from and to the state dict of its `GradScaler`."""
+"""Conversion from and to the state dict of PyTorch's `GradScaler`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from optax_lossscale._checks import (
-    check_count,
-    check_factor,
-    check_flag,
-    check_scale,
-)
-from optax_lossscale._rules import (
-    DynamicRuleState,
-    LossScale,
-    no_loss_scale,
-    shows_settings,
-)
+from optax_lossscale._checks import check_count, check_factor, check_scale
+from optax_lossscale._rules import DynamicRuleState, LossScale, with_settings
 from optax_lossscale._state import LossScaleState, Unscaled, find_loss_scale_state
 from optax_lossscale._types import PyTree
-from optax_lossscale.presets._rules import state_at, uncapped
+from optax_lossscale.presets._rules import state_at
+from optax_lossscale.presets._systems import torch
 
 _TRACKER = "_growth_tracker"
 _KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", _TRACKER}
-
-
-@shows_settings
-def torch(
-    init_scale: float = 65536.0,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    enabled: bool = True,
-) -> LossScale:
-    """The rule of PyTorch's `torch.amp.GradScaler`.
-
-    With scale `s` and count `t` of finite steps, each step does
-
-        finite:     t = t + 1;  if t == growth_interval: s = s * growth_factor, t = 0
-        nonfinite:  s = s * backoff_factor;  t = 0
-
-    PyTorch refuses a growth beyond the range of float32, and restarts the count; this
-    rule does so beyond `2**126`.
-
-    Departure: PyTorch has no floor, so its scale reaches zero after 166 nonfinite
-    steps.
-
-    Args:
-      init_scale: First scale, from `2**-126` to `2**126`.
-      growth_factor: Above 1.
-      backoff_factor: Strictly between 0 and 1.
-      growth_interval: Finite steps in a row until the scale grows, at least 1.
-      enabled: Whether to scale at all. If False, the other settings are ignored.
-
-    Returns:
-      A `LossScale`. With `enabled=False` it is `no_loss_scale()`.
-
-    Raises:
-      ValueError: If a setting is outside its range.
-      TypeError: If a setting is of the wrong kind.
-
-    Example:
-      >>> import optax_lossscale as ols
-      >>> rule = ols.presets.torch(8.0, growth_interval=1)
-      >>> rule.adjust(rule.init(), grads_finite=True).loss_scale
-      Array(16., dtype=float32)
-      >>> ols.presets.torch(enabled=False) == ols.no_loss_scale()
-      True
-
-    References:
-      torch 2.13, `torch/amp/grad_scaler.py`,
-      `aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp`.
-    """
-    if not check_flag("enabled", enabled):
-        return no_loss_scale()
-    return uncapped(
-        init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
 
 
 def from_torch_state_dict(
@@ -144,11 +77,11 @@ def from_torch_state_dict(
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
     rule = torch(check_scale("scale", entries.pop("scale")), **entries)
 
-    @functools.wraps(rule.init)
     def init() -> LossScaleState:
         return state_at(rule, rule.init().loss_scale, tracker)
 
-    return rule._replace(init=init), init()
+    restored = rule._replace(init=init)
+    return with_settings(restored, "presets.torch", rule.settings), init()
 
 
 def to_torch_state_dict(
