@@ -19,19 +19,8 @@ from optax_lossscale._checks import (
 from optax_lossscale._tree import floating_leaves
 from optax_lossscale._types import PyTree
 from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
-from optax_lossscale.plotting._axes import (
-    BLACK,
-    BLUE,
-    DRAW_OUTSIDE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    axes_or_new,
-    range_of,
-    shown,
-)
+from optax_lossscale.plotting import _axes
+from optax_lossscale.plotting._axes import COLORS, DRAW_OUTSIDE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,36 +65,28 @@ def plot_exponent_histogram(
     """
     check_mapping("histograms", histograms, "'gradients': histogram")
     check_concrete("histograms", list(histograms.values()), DRAW_OUTSIDE)
-    lowest, normal, highest = range_of(dtype)
+    _, ends = np.frexp(_axes.ends_of(check_float_dtype("dtype", dtype)))
     # Beneath the axes, the legend needs room.
-    ax = axes_or_new(ax, height=max(4.0, 3.5 + 0.12 * len(histograms)))
-    name = jnp.dtype(dtype).name
-    ax.axvspan(
-        normal - 0.5, highest + 0.5, color="#BBBBBB", lw=0, label=f"{name} range"
+    ax = _axes.axes_or_new(ax, height=max(4.0, 3.5 + 0.12 * len(histograms)))
+    # For 1.0 `frexp` gives 1, but its exponent is 0, whose bin is from -0.5 to 0.5.
+    _axes.shade_range(ax.axvspan, dtype, tuple(ends - [1.5, 1.5, 0.5]))
+    styled_histograms = zip(
+        cycle(COLORS), cycle(("-", "--", "-.", ":")), histograms.items(), strict=False
     )
-    label = f"{name} subnormal: bits lost"
-    ax.axvspan(lowest - 0.5, normal - 0.5, color="#E4E4E4", lw=0, label=label)
-    colors = cycle((RED, BLUE, GREEN, ORANGE, PURPLE, SKY, BLACK))
-    styles = cycle(("-", "--", "-.", ":"))
-    styled_histograms = zip(colors, styles, histograms.items(), strict=False)
     for color, style, (label, histogram) in styled_histograms:
-        exponents = np.asarray(histogram.exponents)
-        counts = np.asarray(histogram.counts)
-        undrawn = {
-            "zero": int(histogram.zero_count),
-            "not finite": int(histogram.nonfinite_count),
-        }
+        exponents, counts = map(np.asarray, histogram[:2])
         drawn = int(counts.sum())
-        total = drawn + sum(undrawn.values())
+        zero, nonfinite = int(histogram.zero_count), int(histogram.nonfinite_count)
+        total = drawn + zero + nonfinite
+        undrawn = {"zero": zero, "not finite": nonfinite}
         shares = [f"{n / total:.0%} {kind}" for kind, n in undrawn.items() if n]
-        label = f"{label} ({', '.join(shares)})" if shares else label
         ax.stairs(
             counts / max(drawn, 1),
             np.append(exponents, exponents[-1] + 1) - 0.5,
             color=color,
             linestyle=style,
             linewidth=2,
-            label=shown(label),
+            label=_axes.shown(f"{label} ({', '.join(shares)})" if shares else label),
         )
     ax.set(
         xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
@@ -156,27 +137,24 @@ def plot_underflow_by_leaf(
             "`tree` must have a floating leaf, and `scale` a number, got "
             f"{len(leaves)} floating leaves and `scale` of shape {factors.shape}."
         )
-    ax = axes_or_new(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
-    rows = np.arange(len(leaves))
-    height = 0.8 / len(factors)
-    colors = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
-    largest = 0.0
-    for index, factor in enumerate(factors):
-        shares = [
-            100 * float(underflow_fraction(leaf, scale=factor, dtype=dtype))
-            for leaf in leaves.values()
-        ]
+    ax = _axes.axes_or_new(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
+    rows, height = np.arange(len(leaves)), 0.8 / len(factors)
+    shares = [
+        [100 * underflow_fraction(leaf, scale=x, dtype=dtype) for x in factors]
+        for leaf in leaves.values()
+    ]
+    widths = np.array(shares, float).T
+    for index, (color, factor) in enumerate(zip(cycle(COLORS), factors, strict=False)):
         ax.barh(
             rows + (index - (len(factors) - 1) / 2) * height,
-            shares,
+            widths[index],
             height,
-            color=colors[index % len(colors)],
+            color=color,
             label=f"scale 2**{np.log2(factor):g}",
         )
-        largest = max(largest, *shares)
     ax.set_yticks(rows, [path or "the array" for path in leaves])
     ax.invert_yaxis()
     ax.set_xlabel(f"share of nonzero entries flushed to zero in {name}, in %")
-    ax.set_xlim(0, min(100, 1.05 * largest) or 100)  # All of it if no bar is drawn.
+    ax.set_xlim(0, min(100, 1.05 * widths.max()) or 100)  # All if no bar is drawn.
     ax.legend()
     return ax

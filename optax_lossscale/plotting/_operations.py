@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,14 @@ import numpy as np
 
 from optax_lossscale._checks import check_float_dtype
 from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale.plotting._axes import BLUE, GREEN, RED, axes_or_new
+from optax_lossscale.plotting._axes import (
+    BLUE,
+    GREEN,
+    RED,
+    axes_or_new,
+    ends_of,
+    shade_range,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,35 +67,48 @@ def plot_operations(
       >>> ols.plotting.plot_operations(operations).get_ylabel()
       'largest magnitude'
     """
-    info: Any = jnp.finfo(check_float_dtype("dtype", dtype))
+    ends = ends_of(check_float_dtype("dtype", dtype))
     if not operations:
         raise ValueError("`operations` must hold at least one operation, got none.")
     ax = axes_or_new(ax, width=min(14.0, max(7.0, 0.25 * len(operations))), height=5.0)
-    name, top = jnp.dtype(dtype).name, float(info.max)
-    normal, lowest = float(info.tiny), float(info.smallest_subnormal)
-    ax.axhspan(normal, top, color="#DDDDDD", lw=0, label=f"{name} range")
-    label = f"{name} subnormal: bits lost"
-    ax.axhspan(lowest, normal, color="#EFEFEF", lw=0, label=label)
-    places = np.arange(len(operations))
-    reference = np.array([x.float32_largest for x in operations])
+    shade_range(ax.axhspan, dtype, ends)
     computed = np.array([x.largest for x in operations])
+    exact = np.array([x.float32_largest for x in operations])
     is_backward = np.array([x.is_backward for x in operations])
+    is_made = np.array([x.made_nonfinite > 0 for x in operations])
+    is_received = np.array([x.nonfinite > 0 for x in operations]) & ~is_made
     is_finite = np.isfinite(computed)
     # Of two dots in one place the upper one would hide the other.
     with np.errstate(invalid="ignore", over="ignore"):
-        differs = is_finite & (np.abs(computed - reference) > 0.1 * np.abs(reference))
+        differs = is_finite & (np.abs(computed - exact) > 0.1 * exact)
+    low, high = _limits(np.concatenate([exact, computed]), *ends[::2])
+    at_exact = np.clip(exact, 2 * low, high / 4)
     size = float(np.clip(3000 / len(operations), 4, 36))
-    for chosen, numbers, color, label in (
-        (differs, reference, "#888888", "in float32, where it differs"),
-        (is_finite & ~is_backward, computed, BLUE, "forward"),
-        (is_finite & is_backward, computed, GREEN, "backward"),
+    for chosen, heights, color, marker, area, label in (
+        (differs, exact, "#888888", "o", size, "in float32, where it differs"),
+        (is_finite & ~is_backward, computed, BLUE, "o", size, "forward"),
+        (is_finite & is_backward, computed, GREEN, "o", size, "backward"),
+        (is_received, at_exact, RED, ".", size, "received NaN or infinity"),
+        (is_made, at_exact, RED, "X", 80, "made NaN or infinity"),
     ):
-        chosen = chosen & (numbers > 0) & np.isfinite(numbers)
-        if chosen.any():
-            ax.scatter(places[chosen], numbers[chosen], size, color=color, label=label)
+        (places,) = np.nonzero(chosen & (heights > 0) & np.isfinite(heights))
+        if places.size:
+            ax.scatter(places, heights[places], area, color, marker=marker, label=label)
     ax.set_yscale("log", base=2)
-    ax.set_ylim(*_limits(np.concatenate([reference, computed]), lowest, top))
-    _mark_nonfinite(ax, operations, size)
+    ax.set_ylim(low, high)
+    first = first_nonfinite(operations)
+    if first is not None:
+        place = next(i for i, x in enumerate(operations) if x is first)
+        is_right = place > len(operations) / 2
+        ax.annotate(
+            f"{first.primitive}, {first.where}",
+            (place, at_exact[place]),
+            xytext=(-8 if is_right else 8, -16),  # Above are the small dots.
+            textcoords="offset points",
+            ha="right" if is_right else "left",
+            color=RED,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )
     ax.set(xlabel="operation, in order of execution", ylabel="largest magnitude")
     ax.set_xlim(-0.5, len(operations) - 0.5)
     names = _names(operations)
@@ -97,41 +117,10 @@ def plot_operations(
     return ax
 
 
-def _mark_nonfinite(ax: Axes, operations: Sequence[Operation], size: float) -> None:
-    """Marks the operations whose results are not finite, and names the first."""
-    low, top = ax.get_ylim()
-    inside = 2 * low, top / 4
-
-    def mark(places: list[int], marker: str, size: float, label: str) -> None:
-        heights = np.clip([operations[i].float32_largest for i in places], *inside)
-        if places:
-            ax.scatter(places, heights, size, color=RED, marker=marker, label=label)
-
-    received = [i for i, x in enumerate(operations) if x.nonfinite]
-    made = [i for i in received if operations[i].made_nonfinite]
-    received = [i for i in received if i not in set(made)]
-    mark(received, ".", size, "received NaN or infinity")
-    mark(made, "X", 80, "made NaN or infinity")
-    first = first_nonfinite(operations)
-    if first is not None:
-        place = next(i for i in made if operations[i] is first)
-        is_right = place > len(operations) / 2
-        ax.annotate(
-            f"{first.primitive}, {first.where}",
-            (place, np.clip(first.float32_largest, *inside)),
-            xytext=(-8 if is_right else 8, -16),  # Above are the small dots.
-            textcoords="offset points",
-            ha="right" if is_right else "left",
-            color=RED,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )
-
-
 def _limits(magnitudes: np.ndarray, lowest: float, top: float) -> tuple[float, float]:
     """The ends of the axis: somewhat beyond the dtype's range, and no further."""
     drawn = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
-    low = min([lowest, *drawn])
-    high = max([top, *drawn])
+    low, high = min([lowest, *drawn]), max([top, *drawn])
     return max(low, lowest * 2.0**-12) / 4, min(high, top * 2.0**16) * 16
 
 
