@@ -5,11 +5,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from optax_lossscale._autocast.float8 import VALUES, reason_not_float8
 from optax_lossscale._autocast.levels import Settings
-from optax_lossscale._autocast.modules import call_with_states, partition
+from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._autocast.rewrite import Found
 from optax_lossscale._autocast.transform import autocast, calls_of_autocast
 from optax_lossscale._jaxprs import aval_of, trace_anew, user_line, where_written
@@ -64,16 +62,14 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
     calls: list[list[tuple[Found, Settings]]] = []
 
-    def trace(fun: Callable[..., PyTree], *args: PyTree) -> Any:
-        arrays, rest = partition(args)
-        cast = autocast(fun)
-        jax.eval_shape(lambda *arrays: partition(cast(*rest.merge(arrays)))[0], *arrays)
+    def trace_call(fun: Callable[..., PyTree], *args: PyTree) -> Any:
+        trace(autocast(fun), *args)
         return None, {}, None
 
     token = calls_of_autocast.set(calls)
     try:
         with trace_anew():
-            call_with_states(trace, fun, args, kwargs, is_update=False)
+            call_with_states(trace_call, fun, args, kwargs, is_update=False)
     finally:
         calls_of_autocast.reset(token)
     *inside, around = calls  # The last one is that of the line above.

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_lossscale._jaxprs import scope_of, scopes_of, user_line, where_written
+from optax_lossscale._jaxprs import (
+    aval_of,
+    scope_of,
+    scopes_of,
+    user_line,
+    where_written,
+)
+
+Atom: TypeAlias = core.Var | core.Literal
 
 
 class Context(NamedTuple):
@@ -41,12 +49,17 @@ class Context(NamedTuple):
         )
 
 
-def is_floating(atom: Any) -> bool:
-    """Whether a variable is a floating array; a `jax.Ref` is none."""
+def is_floating_array(atom: Atom) -> bool:
+    """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
-    return is_array and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
-def is_narrow(dtype: Any) -> bool:
+def is_narrow_array(atom: Atom) -> bool:
+    """Whether it is an array of a floating dtype narrower than float32."""
+    return is_floating_array(atom) and is_below_float32(aval_of(atom).dtype)
+
+
+def is_below_float32(dtype: Any) -> bool:
     """Whether a dtype is floating and narrower than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

@@ -14,8 +14,12 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
-from optax_lossscale._jaxprs import bind
-from optax_lossscale._operations.context import Context, is_floating, is_narrow
+from optax_lossscale._jaxprs import aval_of, bind
+from optax_lossscale._operations.context import (
+    Context,
+    is_floating_array,
+    is_narrow_array,
+)
 
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
 
@@ -218,7 +222,7 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
         return "An operand was infinite, and the result is NaN."
     if is_product and received > top:
         return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
-    if run.exact and is_narrow(result.aval.dtype) and run.exact[0] < math.inf:
+    if run.exact and is_narrow_array(result) and run.exact[0] < math.inf:
         in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
         if run.exact[0] <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
@@ -238,17 +242,19 @@ def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
     It takes one entry of each operand for each entry of its result.
     """
     rows = iter(run.operands)
-    ones: list[Any] = []
-    zeros: list[Any] = []
-    atoms: Sequence[Any] = equation.invars
-    for atom in atoms:
-        has_zero = is_floating(atom) and next(rows)[1] == 0
-        is_constant = isinstance(atom, core.Literal) and not has_zero
-        ones.append(atom.val if is_constant else jnp.ones((), atom.aval.dtype))
-        zeros.append(jnp.zeros_like(ones[-1]) if has_zero else ones[-1])
-    results = [bind(equation.primitive, x, equation.params) for x in (zeros, ones)]
-    at_zero, at_one = (bool(jnp.isfinite(result)) for (result,) in results)
-    return at_one and not at_zero
+    smallest = [next(rows)[1] if is_floating_array(x) else 1.0 for x in equation.invars]
+
+    def is_finite(zero: float) -> bool:
+        operands = [
+            atom.val
+            if isinstance(atom, core.Literal) and number != 0
+            else jnp.full((), zero if number == 0 else 1, aval_of(atom).dtype)
+            for atom, number in zip(equation.invars, smallest, strict=True)
+        ]
+        (result,) = bind(equation.primitive, operands, equation.params)
+        return bool(jnp.isfinite(result))
+
+    return is_finite(1.0) and not is_finite(0.0)
 
 
 def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
