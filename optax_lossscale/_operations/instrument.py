@@ -28,13 +28,14 @@ from optax_lossscale._jaxprs import (
     programs_of,
     with_programs,
 )
-from optax_lossscale._operations.context import (
+from optax_lossscale._operations.operation import (
     Atom,
     Context,
+    Entry,
+    Run,
     is_below_float32,
     is_floating_array,
 )
-from optax_lossscale._operations.operation import Entry, Run
 
 _LOOPS = (primitives.scan_p, primitives.while_p)
 # They hold functions of two numbers, whose equations are not listed.

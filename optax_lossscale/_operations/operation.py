@@ -1,12 +1,13 @@
-"""What is known of each operation of a program, once it ran."""
+"""What surrounds each operation of a program, and its numbers, once it ran."""
 
 from __future__ import annotations
 
 import collections
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -14,14 +15,63 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
-from optax_lossscale._jaxprs import aval_of, bind
-from optax_lossscale._operations.context import (
-    Context,
-    is_floating_array,
-    is_narrow_array,
+from optax_lossscale._jaxprs import (
+    aval_of,
+    bind,
+    scope_of,
+    scopes_of,
+    user_line,
+    where_written,
 )
 
+Atom: TypeAlias = core.Var | core.Literal
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
+
+
+class Context(NamedTuple):
+    """What surrounds an equation.
+
+    Attributes:
+      where: Line and function that called for it.
+      scope: Names of the scopes around it.
+      is_backward: Whether it belongs to a backward pass.
+      is_recomputed: Whether a checkpoint computes it again for the backward pass.
+      loop: The number of the outermost loop around it; None outside of loops.
+    """
+
+    where: str
+    scope: tuple[str, ...] = ()
+    is_backward: bool = False
+    is_recomputed: bool = False
+    loop: int | None = None
+
+    def at(self, equation: core.JaxprEqn) -> Context:
+        """What surrounds the programs of an equation."""
+        names = scopes_of(equation)
+        is_recomputed = self.is_recomputed or "rematted_computation" in names
+        is_backward = self.is_backward or "transpose" in names
+        return self._replace(
+            where=user_line(equation) or self.where or where_written(equation) or "",
+            scope=(*self.scope, *scope_of(equation)),
+            is_backward=is_backward and not is_recomputed,
+            is_recomputed=is_recomputed,
+        )
+
+
+def is_floating_array(atom: Atom) -> bool:
+    """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)
+    return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def is_narrow_array(atom: Atom) -> bool:
+    """Whether it is an array of a floating dtype narrower than float32."""
+    return is_floating_array(atom) and is_below_float32(aval_of(atom).dtype)
+
+
+def is_below_float32(dtype: Any) -> bool:
+    """Whether a dtype is floating and narrower than float32."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 class Operation(NamedTuple):
@@ -147,7 +197,7 @@ class Entry:
     def operation(self, loss_scale: float) -> Operation:
         """What is known of it, once the program ran."""
         equation, context = self.equation, self.context
-        primitive, result = equation.primitive, cast(Any, equation.outvars[0]).aval
+        primitive, result = equation.primitive, aval_of(equation.outvars[0])
         dtype = result.dtype
         if primitive is low_product_p:
             product = equation.params["product"]

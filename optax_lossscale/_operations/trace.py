@@ -28,12 +28,16 @@ from optax_lossscale._grad import scaled_value_and_grad
 from optax_lossscale._jaxprs import place_in, trace_anew
 from optax_lossscale._named_calls import named_calls
 from optax_lossscale._nnx import modules_of
-from optax_lossscale._operations.context import Context
 from optax_lossscale._operations.instrument import (
     Instrumenter,
     runs_on_several_devices,
 )
-from optax_lossscale._operations.operation import Entry, Operation, operations_of
+from optax_lossscale._operations.operation import (
+    Context,
+    Entry,
+    Operation,
+    operations_of,
+)
 from optax_lossscale._rules import static_loss_scale
 from optax_lossscale._tree import is_floating
 from optax_lossscale._types import PyTree

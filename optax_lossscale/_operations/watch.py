@@ -17,7 +17,7 @@ from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._finite import vary_over
 from optax_lossscale._jaxprs import bind, context_of, programs_of, scan_sizes
 from optax_lossscale._named_calls import named_calls
-from optax_lossscale._operations.context import Context, is_narrow_array
+from optax_lossscale._operations.operation import Context, is_narrow_array
 from optax_lossscale._types import PyTree
 
 # For each scope and kind of number, the largest number until now.

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -46,26 +42,3 @@ def axes_or_new(
         ) from error
     size = (width, height)
     return plt.subplots(rows, figsize=size, layout="constrained", sharex=rows > 1)[1]
-
-
-def shade_range(
-    span: Callable[..., Any], dtype: jax.typing.DTypeLike, ends: tuple[float, ...]
-) -> None:
-    """Shades the numbers of a dtype by `ax.axvspan` or `ax.axhspan`.
-
-    Args:
-      span: That method.
-      dtype: The dtype, for the legend.
-      ends: Where its subnormal numbers, its normal numbers and all numbers end: on the
-        axis, from the lowest to the highest.
-    """
-    name, (lowest, normal, highest) = jnp.dtype(dtype).name, ends
-    span(normal, highest, color="#CCCCCC", lw=0, label=f"{name} range")
-    label = f"{name} subnormal: bits lost"
-    span(lowest, normal, color="#EAEAEA", lw=0, label=label)
-
-
-def ends_of(dtype: jax.typing.DTypeLike) -> tuple[float, float, float]:
-    """The smallest number of a dtype, the smallest normal and the largest one."""
-    info: Any = jnp.finfo(dtype)
-    return float(info.smallest_subnormal), float(info.tiny), float(info.max)
