@@ -60,13 +60,13 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
 }
 
-COLUMNS = {
-    "test accuracy": "{accuracy:.3f}",
-    "final loss": "{final_loss:.4f}",
-    "skipped steps": "{skipped_steps}",
+COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
+    "test accuracy": lambda results: f"{results['accuracy']:.3f}",
+    "final loss": lambda results: f"{results['final_loss']:.4f}",
+    "skipped steps": lambda results: f"{results['skipped_steps']}",
     # In backticks, or `2**3 2**3` would turn bold.
-    "final scale": "`2**{scale_bits:g}`",
-    "flushed to zero": "{flushed_to_zero:.1%}",
+    "final scale": lambda results: f"`2**{np.log2(results['final_scale']):g}`",
+    "flushed to zero": lambda results: f"{results['flushed_to_zero']:.1%}",
 }
 
 # A function from parameters and images to outputs.
@@ -201,17 +201,10 @@ def format_table(runs: dict[str, list[Run]]) -> str:
 
     A cell holds a figure for each seed, and is padded to the width of its column.
     """
-
-    def cell(template: str, of_seeds: list[Run]) -> str:
-        each = [run.results for run in of_seeds]
-        bits = [np.log2(results["final_scale"]) for results in each]
-        return " ".join(
-            template.format(**x, scale_bits=n) for x, n in zip(each, bits, strict=True)
-        )
-
     table = [["variant", *runs]]
-    for title, template in COLUMNS.items():
-        table.append([title, *(cell(template, runs[name]) for name in runs)])
+    for title, show in COLUMNS.items():
+        cells = [" ".join(show(run.results) for run in runs[name]) for name in runs]
+        table.append([title, *cells])
     for index, column in enumerate(table):
         width = max(map(len, column))
         align = ":".ljust if index == 0 else ":".rjust

@@ -41,7 +41,7 @@ from optax_lossscale._checks import (
     check_positive,
 )
 from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale._operations.report import print_operation_report
+from optax_lossscale._operations.print_report import print_operation_report
 from optax_lossscale._operations.suggest import suggest_full_precision
 from optax_lossscale._operations.trace import trace_operations
 from optax_lossscale._operations.watch import watch

@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale._autocast.float8 import VALUES, reason_not_float8
@@ -101,10 +101,16 @@ def _row(found: Found, settings: Settings) -> _Row:
 
 def _print_table(counts: collections.Counter[_Row]) -> None:
     """Prints a line for all products that are alike."""
-    rows = [("times", *_Row._fields)]
-    rows += [(str(count), *row) for row, count in counts.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for times, *rest in rows:
-        cells = [cell.ljust(w) for cell, w in zip(rest, widths[1:], strict=True)]
-        print("  ".join([times.rjust(widths[0]), *cells]).rstrip())
+    rows = [(str(count), *row) for row, count in counts.items()]
+    print("\n".join(aligned([("times", *_Row._fields), *rows], right=["times"])))
     print("Everything else runs as it is written.")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> list[str]:
+    """The lines of a table, from its titles on; columns of numbers are to the right."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        align = str.rjust if column[0] in right else str.ljust
+        width = max(map(len, column))
+        columns.append([align(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -83,16 +83,12 @@ class Instrumenter:
         if equation.primitive in _LOOPS and context.loop is None:
             context = context._replace(loop=self._loops)
             self._loops += 1
-        effects = set(equation.effects)
-
-        def change(program: Any) -> Any:
-            changed = self.instrument(program, context)
-            effects.update(changed.effects)
-            return changed
-
+        change = functools.partial(self.instrument, context=context)
         params = {x: with_programs(y, change) for x, y in equation.params.items()}
-        changed: core.JaxprEqn = equation.replace(params=params, effects=effects)
-        return changed
+        changed = equation.replace(params=params)
+        effects = (x.effects for x in (changed, *programs_of(changed)))
+        result: core.JaxprEqn = changed.replace(effects=frozenset().union(*effects))
+        return result
 
     def _statistics_of(
         self, equation: core.JaxprEqn, context: Context, exact: dict[core.Var, Atom]

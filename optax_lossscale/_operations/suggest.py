@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from optax_lossscale._autocast.products import PRODUCTS
 from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale._operations.report import describe
+from optax_lossscale._operations.print_report import describe
 from optax_lossscale._operations.trace import Operations
 
 _PRODUCTS = tuple(primitive.name for primitive in PRODUCTS)
