@@ -162,17 +162,14 @@ class Entry:
       context: Its line, its scope, and what surrounds it.
       runs: How often it ran.
       worst: Its numbers, by the names of the fields of `Operation`.
-      first: The run that made the first nonfinite numbers.
-      iteration: How many runs there were before that one.
-      order: How many runs of all operations there were before that one.
+      first: The run that made the first nonfinite numbers, how many runs there were
+        before it, and how many runs of all operations.
     """
 
     def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
         self.equation, self.context = equation, context
-        self.runs, self.worst = 0, dict[str, float]()
-        self.first: Run | None = None
-        self.iteration: int | None = None
-        self.order: int | None = None
+        self.runs, self.worst = 0, dict[str, Any]()
+        self.first: tuple[Run, int, int] | None = None
 
     def add(self, run: Run, order: int) -> None:
         """Counts one more run. `order` counts the runs of all operations before it."""
@@ -180,7 +177,7 @@ class Entry:
         exact, underflow, error = run.exact or (largest, 0.0, 0.0)
         if not math.isfinite(exact):  # Then nothing was lost by rounding.
             exact, underflow, error = math.inf, 0.0, 0.0
-        nonfinite = sum(row[2] for row in run.results)
+        nonfinite = int(sum(row[2] for row in run.results))
         numbers = {
             "largest": largest,
             "float32_largest": exact,
@@ -190,9 +187,9 @@ class Entry:
             "error": math.inf if math.isnan(error) else error,
         }
         if numbers["made_nonfinite"] and self.first is None:
-            self.first, self.iteration, self.order = run, self.runs, order
+            self.first = run, self.runs, order
         self.runs += 1
-        self.worst = {x: max(n, self.worst.get(x, 0.0)) for x, n in numbers.items()}
+        self.worst = {x: max(n, self.worst.get(x, n)) for x, n in numbers.items()}
 
     def operation(self, loss_scale: float) -> Operation:
         """What is known of it, once the program ran."""
@@ -204,8 +201,7 @@ class Entry:
             primitive, dtype = product.primitive, np.dtype(product.low)
         headroom = _headroom(self.worst["float32_largest"], result.dtype)
         scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
-        counts = ("nonfinite", "made_nonfinite")
-        numbers: dict[str, Any] = self.worst | {x: int(self.worst[x]) for x in counts}
+        run, iteration, order = self.first or (None, None, None)
         return Operation(
             primitive=primitive.name,
             where=context.where,
@@ -213,13 +209,13 @@ class Entry:
             is_backward=context.is_backward,
             dtype=dtype,
             shape=result.shape,
-            cause="" if self.first is None else _cause(equation, self.first),
+            cause="" if run is None else _cause(equation, run),
             headroom_bits=headroom,
             unscaled_headroom_bits=headroom + scale_bits,
             loop=context.loop,
-            iteration=None if context.loop is None else self.iteration,
-            order=self.order,
-            **numbers,
+            iteration=None if context.loop is None else iteration,
+            order=order,
+            **self.worst,
         )
 
 
@@ -254,19 +250,15 @@ def _is_made(run: Run) -> bool:
 
 def _headroom(largest: float, dtype: Any) -> float:
     """The bits between a magnitude and the largest number of a dtype."""
-    if largest == 0:
-        return math.inf
-    if not math.isfinite(largest):
-        return -math.inf
-    return math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest)
+    with np.errstate(divide="ignore"):
+        return math.log2(float(jnp.finfo(dtype).max)) - float(np.log2(largest))
 
 
 def _cause(equation: core.JaxprEqn, run: Run) -> str:
     """Why an operation made a nonfinite number."""
-    result: Any = equation.outvars[0]
-    low = result.aval.dtype
-    if is_product := equation.primitive is low_product_p:
-        low = equation.params["product"].low
+    result = equation.outvars[0]
+    is_product = equation.primitive is low_product_p
+    low = equation.params["product"].low if is_product else aval_of(result).dtype
     top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
     if not math.isfinite(received):
         return "An operand was infinite, and the result is NaN."
