@@ -156,11 +156,9 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         path: (of_leaf["nan"] + of_leaf["inf"]) / max(of_leaf["size"], 1)
         for path, of_leaf in report.items()
     }
-    nonfinite = [path for path in report if shares[path] > 0]
-    worst_first = sorted(nonfinite, key=lambda path: -shares[path])
-    lines = [
-        f"{len(nonfinite)} of {len(report)} floating leaves hold nonfinite entries"
-    ]
+    worst_first = sorted(filter(shares.__getitem__, report), key=lambda x: -shares[x])
+    count = f"{len(worst_first)} of {len(report)}"
+    lines = [f"{count} floating leaves hold nonfinite entries"]
     for path in worst_first:
         nan, inf, size = (report[path][kind] for kind in ("nan", "inf", "size"))
         lines.append(f"{path or 'the array'}: {nan} nan, {inf} inf of {size}")
