@@ -273,22 +273,18 @@ def _names(operations: Sequence[Operation]) -> dict[int, str]:
     if len(operations) <= _MOST_NAMES:
         return {i: operation.primitive for i, operation in enumerate(operations)}
     paths = [x.scope.split("/") if x.scope else [] for x in operations]
-    depths = range(1, 1 + max(map(len, paths)))
-    candidates = [_names_at(paths, depth) for depth in depths]
+    shortest = math.ceil(len(paths) / (2 * _MOST_NAMES))
+
+    def names_at(depth: int) -> dict[int, str]:
+        """The names of the scopes at a depth, each in the middle of its operations."""
+        groups = groupby(enumerate(paths), lambda place: place[1][:depth])
+        long = [x for x in (list(group) for _, group in groups) if len(x) >= shortest]
+        middles = [group[len(group) // 2] for group in long]
+        return {place: "/".join(path[:depth]) for place, path in middles if path}
+
+    candidates = map(names_at, range(1, 1 + max(map(len, paths))))
     legible = [names for names in candidates if len(names) <= _MOST_NAMES]
     return max(legible, key=len, default={})
-
-
-def _names_at(paths: Sequence[Sequence[str]], depth: int) -> dict[int, str]:
-    """The names of the scopes at a depth, each in the middle of its operations."""
-    names, start = {}, 0
-    shortest = math.ceil(len(paths) / (2 * _MOST_NAMES))
-    for path, group in groupby(paths, lambda path: path[:depth]):
-        size = len(list(group))
-        if path and size >= shortest:
-            names[start + size // 2] = "/".join(path)
-        start += size
-    return names
 
 
 def _shade_range(
