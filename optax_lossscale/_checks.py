@@ -248,16 +248,14 @@ def check_picture_file(name: str) -> Path:
     """Returns the path of a picture that matplotlib can draw and write."""
     ending = Path(name).suffix[1:]
     try:
-        import matplotlib.pyplot as plt
+        import matplotlib.figure
+        import matplotlib.pyplot  # Drawing needs it; what is missing is said here.
 
         if not ending:
             raise ValueError("its name must have an ending such as .png.")
-        figure = plt.figure(figsize=(1, 1))
-        try:
-            figure.text(0, 0, "1")  # Some formats need LaTeX, but only for text.
-            figure.savefig(io.BytesIO(), format=ending)
-        finally:
-            plt.close(figure)
+        figure = matplotlib.figure.Figure(figsize=(1, 1))
+        figure.text(0, 0, "1")  # Some formats need LaTeX, but only for text.
+        figure.savefig(io.BytesIO(), format=ending)
     # An unknown format, a missing package or LaTeX, and a file system that refuses.
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"cannot draw {name}: {error}") from error

@@ -6,6 +6,7 @@ import itertools
 import operator
 import os
 import sysconfig
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -100,15 +101,18 @@ def user_line(equation: core.JaxprEqn) -> str | None:
 def _where(equation: core.JaxprEqn, is_passed: Callable[[str], bool]) -> str | None:
     for code, place in frames_of(equation):
         if not is_passed(code.co_filename):
-            line = line_of(equation, code, place)
-            return f"{file_name(code.co_filename)}:{line} ({code.co_qualname})"
+            return place_in(code, line_of(equation, code, place))
     return None
 
 
-def file_name(file: str) -> str:
-    """The name of a file; Jupyter writes each cell into a file of its own."""
-    folder, name = os.path.split(file)
-    return "cell" if "ipykernel" in os.path.basename(folder) else name
+def place_in(code: types.CodeType, line: int) -> str:
+    """A line of a function, such as `"model.py:12 (loss_fn)"`.
+
+    Jupyter writes each cell into a file of its own; its lines are those of a `cell`.
+    """
+    folder, name = os.path.split(code.co_filename)
+    file = "cell" if "ipykernel" in os.path.basename(folder) else name
+    return f"{file}:{line} ({code.co_qualname})"
 
 
 @functools.cache

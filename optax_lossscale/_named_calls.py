@@ -18,15 +18,15 @@ from typing import Any
 import jax
 
 from optax_lossscale._jax_internals import UserContext
-from optax_lossscale._nnx import flax_nnx, is_module, is_variable
+from optax_lossscale._nnx import flax_nnx
+from optax_lossscale._tree import path_name
 
-# The modules whose calls are running; None where calls are not named.
-_RUNNING: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
-    "running", default=None
-)
+# The module whose call is running, and the paths of the modules in it, by identity;
+# (None, {}) outside of all modules, and None where calls are not named.
+_RUNNING: contextvars.ContextVar[tuple[Any, dict[int, str]] | None]
+_RUNNING = contextvars.ContextVar("running", default=None)
 _NAMED = UserContext("named")  # So that JAX does not reuse what has no names.
 _LOCK = threading.RLock()  # One thread at a time may change the classes.
-_MOST_NESTED = 4  # Of lists and dicts in which a module may stand.
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def named_calls() -> Iterator[None]:
         return
     with _LOCK, _NAMED.set(True):
         originals = {kind: vars(kind)["__call__"] for kind in _classes()}
-        token = _RUNNING.set(())
+        token = _RUNNING.set((None, {}))
         try:
             for kind, call in originals.items():
                 setattr(kind, "__call__", _named(call))  # noqa: B010
@@ -50,10 +50,9 @@ def named_calls() -> Iterator[None]:
 
 def _classes() -> set[type]:
     """The classes of modules that have a `__call__` of their own."""
-    equinox: Any = sys.modules.get("equinox")
-    nnx = flax_nnx()
-    found: set[type] = set()
-    new = [library.Module for library in (equinox, nnx) if library is not None]
+    found: set[Any] = set()
+    libraries = flax_nnx(), sys.modules.get("equinox")
+    new = [library.Module for library in libraries if library is not None]
     while new:
         kind = new.pop()
         if kind not in found:
@@ -79,12 +78,12 @@ def _named(call: Callable[..., Any]) -> Callable[..., Any]:
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         running = _RUNNING.get()
         # In another thread, or a method of a base class that `super()` calls.
-        if running is None or (running and running[-1] is self):
+        if running is None or running[0] is self:
             return call(self, *args, **kwargs)
-        path = _path_to(self, running[-1]) if running else None
-        token = _RUNNING.set((*running, self))
+        name = running[1].get(id(self), type(self).__name__)
+        token = _RUNNING.set((self, _paths_in(self)))
         try:
-            with jax.named_scope(path or type(self).__name__):
+            with jax.named_scope(name):
                 return call(self, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
@@ -92,34 +91,23 @@ def _named(call: Callable[..., Any]) -> Callable[..., Any]:
     return named_call
 
 
-def _path_to(module: Any, parent: Any, depth: int = 0) -> str | None:
-    """The path of a module from its parent, or None if it is not found there."""
-    children = _children_of(parent)
-    for name, child in children:
-        if child is module:
-            return name
-    if depth < _MOST_NESTED:
-        for name, child in children:
-            path = _path_to(module, child, depth + 1)
-            if path is not None:
-                return f"{name}/{path}"
-    return None
+def _paths_in(module: Any) -> dict[int, str]:
+    """The paths of the modules in a module, by identity."""
+    nnx = flax_nnx()
+    if nnx is not None and isinstance(module, nnx.Module):
+        nodes = nnx.iter_graph(module)
+        return {
+            id(node): "/".join(map(str, path))
+            for path, node in nodes
+            if isinstance(node, nnx.Module)
+        }
+    paths: dict[int, str] = {}
+    equinox: Any = sys.modules["equinox"]
 
+    def add(path: Any, node: Any) -> bool:
+        if isinstance(node, equinox.Module):
+            paths.setdefault(id(node), path_name(path))
+        return False
 
-def _children_of(node: Any) -> list[tuple[str, Any]]:
-    """What a module or a container holds, by names or numbers."""
-    if isinstance(node, dict):
-        return [(str(key), value) for key, value in node.items()]
-    if isinstance(node, list | tuple):
-        return [(str(i), value) for i, value in enumerate(node)]
-    if not _is_module(node):
-        return []
-    attributes = vars(node).items()
-    return [(name, value) for name, value in attributes if not name.startswith("_")]
-
-
-def _is_module(node: Any) -> bool:
-    equinox: Any = sys.modules.get("equinox")
-    if equinox is not None and isinstance(node, equinox.Module):
-        return True
-    return flax_nnx() is not None and is_module(node) and not is_variable(node)
+    jax.tree_util.tree_leaves_with_path(module, is_leaf=add, is_leaf_takes_path=True)
+    return paths

@@ -45,8 +45,7 @@ STATIC_SCALE = 8.0
 STATIC_SCALE_NOTE = f"""\
 float16_static always scales by {STATIC_SCALE:g}, as Micikevicius et al. (2018,
 https://arxiv.org/abs/1710.03740) did to train the detector Multibox SSD."""
-# How often in a run the progress bar moves and flushed gradients are counted.
-REPORTS = 20
+TIMES_COUNTED = 20  # In a run, how often flushed gradient entries are counted.
 
 RULES = {
     "dynamic": ols.dynamic_loss_scale(growth_interval=200),
@@ -59,6 +58,15 @@ VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "float16_static": (jnp.float16, ols.static_loss_scale(STATIC_SCALE)),
     "float16_dynamic": (jnp.float16, RULES["dynamic"]),
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
+}
+
+COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
+    "test accuracy": lambda results: f"{results['accuracy']:.3f}",
+    "final loss": lambda results: f"{results['final_loss']:.4f}",
+    "skipped steps": lambda results: f"{results['skipped_steps']}",
+    # In backticks, or `2**3 2**3` would turn bold.
+    "final scale": lambda results: f"`2**{np.log2(results['final_scale']):g}`",
+    "flushed to zero": lambda results: f"{results['flushed_to_zero']:.1%}",
 }
 
 # A function from parameters and images to outputs.
@@ -125,34 +133,6 @@ def loss_fn(params: PyTree, apply: Apply, batch: Data) -> jax.Array:
     return jnp.mean((outputs - targets) ** 2)
 
 
-def draw_batch(data: Data, key: jax.Array, step: jax.Array) -> Data:
-    """Draws the batch of one step, without replacement."""
-    order = jax.random.permutation(jax.random.fold_in(key, step), TRAIN_SIZE)
-    return Data(*(x[order[:BATCH_SIZE]] for x in data))
-
-
-def make_train_chunk(
-    apply: Apply, tx: optax.GradientTransformationExtraArgs, draw: Callable[..., Data]
-) -> Callable[..., Any]:
-    """Makes a function that takes several training steps in one compiled scan.
-
-    That function takes a pair of parameters and optimizer state, and the numbers of the
-    steps. It returns the new pair, and a pair of the losses of these steps and the loss
-    scales that they used. `draw` returns the batch of a step, given its number.
-    """
-
-    def train_step(carry: tuple[PyTree, PyTree], step: jax.Array) -> Any:
-        params, opt_state = carry
-        grad_fn = ols.scaled_value_and_grad(loss_fn, opt_state)
-        loss, grads = grad_fn(params, apply, draw(step))
-        loss_scale = ols.get_loss_scale(opt_state)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, opt_state), (loss, loss_scale)
-
-    return jax.jit(lambda carry, steps: jax.lax.scan(train_step, carry, steps))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def count_flushed(
     apply: Apply, params: PyTree, opt_state: PyTree, batch: Data
@@ -182,80 +162,65 @@ def train(
     params_key, batch_key = jax.random.split(jax.random.key(seed))
     params = MLP(jnp.float32).init(params_key, train_data.images)
     tx = ols.loss_scaled(optax.adam(LEARNING_RATE), rule)
-    draw = functools.partial(draw_batch, train_data, batch_key)
-    train_chunk = make_train_chunk(apply, tx, draw)
+    opt_state = tx.init(params)
 
-    carry = (params, tx.init(params))
-    history, flushed = [], []
-    with tqdm(total=steps, desc=f"{name:15}", unit="step") as bar:
-        for chunk in np.array_split(np.arange(steps), min(REPORTS, steps)):
-            carry, chunk_history = train_chunk(carry, chunk)
-            history.append(chunk_history)
-            flushed.append(count_flushed(apply, *carry, draw(chunk[-1])))
-            bar.update(len(chunk))
+    def draw_batch(step: int) -> Data:
+        key = jax.random.fold_in(batch_key, step)
+        rows = jax.random.permutation(key, TRAIN_SIZE)[:BATCH_SIZE]
+        return Data(*(x[rows] for x in train_data))
 
-    params, opt_state = carry
-    losses, loss_scales = (np.concatenate(x) for x in zip(*history, strict=True))
+    @jax.jit
+    def train_step(params: PyTree, opt_state: PyTree, step: int) -> Any:
+        grad_fn = ols.scaled_value_and_grad(loss_fn, opt_state)
+        loss, grads = grad_fn(params, apply, draw_batch(step))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses, loss_scales, flushed = [], [ols.get_loss_scale(opt_state)], []
+    for step in tqdm(range(steps), desc=f"{name:15}", unit="step"):
+        params, opt_state, loss = train_step(params, opt_state, step)
+        losses.append(loss)
+        loss_scales.append(ols.get_loss_scale(opt_state))
+        if (step + 1) % max(steps // TIMES_COUNTED, 1) == 0:
+            flushed.append(count_flushed(apply, params, opt_state, draw_batch(step)))
+
     flushed_count, nonzero_count = np.sum(flushed, axis=0)
     predicted = apply(params, test_data.images).argmax(axis=-1)
-    metrics = ols.loss_scale_metrics(opt_state)
-    loss_scales = np.append(loss_scales, metrics["loss_scale"])
     results = {
         "accuracy": float(jnp.mean(predicted == test_data.labels)),
         "final_loss": float(losses[-1]),
-        "skipped_steps": int(metrics["total_notfinite"]),
+        "skipped_steps": int(ols.loss_scale_metrics(opt_state)["total_notfinite"]),
         "final_scale": float(loss_scales[-1]),
         "flushed_to_zero": float(flushed_count / nonzero_count),
     }
-    return Run(results, losses, loss_scales)
+    return Run(results, np.array(losses), np.array(loss_scales))
 
 
 def format_table(runs: dict[str, list[Run]]) -> str:
     """Formats the results as a Markdown table with a row for each variant.
 
     A cell holds a figure for each seed, and is padded to the width of its column.
-    Scales are in backticks, or `2**3 2**3` would turn bold.
     """
-    columns: dict[str, Callable[[dict[str, float]], str]] = {
-        "test accuracy": lambda r: f"{r['accuracy']:.3f}",
-        "final loss": lambda r: f"{r['final_loss']:.4f}",
-        "skipped steps": lambda r: f"{r['skipped_steps']}",
-        "final scale": lambda r: f"`2**{np.log2(r['final_scale']):g}`",
-        "flushed to zero": lambda r: f"{r['flushed_to_zero']:.1%}",
-    }
     table = [["variant", *runs]]
-    for title, show in columns.items():
+    for title, show in COLUMNS.items():
         cells = [" ".join(show(run.results) for run in runs[name]) for name in runs]
         table.append([title, *cells])
     for index, column in enumerate(table):
-        width = max(len(cell) for cell in column)
+        width = max(map(len, column))
         align = ":".ljust if index == 0 else ":".rjust
         column.insert(1, align(width, "-"))
-        column[:] = [cell.ljust(width) for cell in column]
+        column[:] = [text.ljust(width) for text in column]
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
-
-
-def write_results(runs: dict[str, list[Run]], file: Path) -> None:
-    """Writes the results as JSON: a dict for each variant.
-
-    With several seeds, each variant has a list with a dict for each seed.
-    """
-    results: dict[str, Any] = {}
-    for name, of_seeds in runs.items():
-        each = [run.results for run in of_seeds]
-        results[name] = each if len(each) > 1 else each[0]
-    file.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def plot(runs: dict[str, Run], file: Path) -> None:
     """Draws the loss curves, with the loss scales beneath, into a PNG file."""
-    static, dynamic = f"float16_static (always {STATIC_SCALE:g})", "float16_dynamic"
-    shown = {static if name == "float16_static" else name: runs[name] for name in runs}
-    losses = {label: run.losses for label, run in shown.items()}
-    scales = {label: shown[label].loss_scales for label in (static, dynamic)}
+    losses = {name: run.losses for name, run in runs.items()}
+    scaled = ("float16_static", "float16_dynamic")
+    scales = {name: runs[name].loss_scales for name in scaled}
     loss_ax, scale_ax = ols.plotting.plot_training(losses, scales)
     loss_ax.set_title("float16 stalls; with a dynamic scale it trains like float32")
-    first, final = np.log2(scales[dynamic][[0, -1]])
+    first, final = np.log2(scales["float16_dynamic"][[0, -1]])
     scale_ax.set_title(f"The dynamic scale goes from 2**{first:g} to 2**{final:g}")
     matplotlib.pyplot.savefig(file, dpi=150)
     matplotlib.pyplot.close()
@@ -311,7 +276,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
     print(f"\n{format_table(runs)}\n\n{STATIC_SCALE_NOTE}\n")
     if arguments.json is not None:
-        write_results(runs, arguments.json)
+        results = {name: [run.results for run in runs[name]] for name in runs}
+        is_one = len(arguments.seed) == 1  # Then there is no list.
+        shown = {x: each[0] if is_one else each for x, each in results.items()}
+        arguments.json.write_text(json.dumps(shown, indent=2) + "\n")
         print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")

@@ -41,7 +41,7 @@ from optax_lossscale._checks import (
     check_positive,
 )
 from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale._operations.report import print_operation_report
+from optax_lossscale._operations.print_report import print_operation_report
 from optax_lossscale._operations.suggest import suggest_full_precision
 from optax_lossscale._operations.trace import trace_operations
 from optax_lossscale._operations.watch import watch
@@ -156,11 +156,9 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         path: (of_leaf["nan"] + of_leaf["inf"]) / max(of_leaf["size"], 1)
         for path, of_leaf in report.items()
     }
-    nonfinite = [path for path in report if shares[path] > 0]
-    worst_first = sorted(nonfinite, key=lambda path: -shares[path])
-    lines = [
-        f"{len(nonfinite)} of {len(report)} floating leaves hold nonfinite entries"
-    ]
+    worst_first = sorted(filter(shares.__getitem__, report), key=lambda x: -shares[x])
+    count = f"{len(worst_first)} of {len(report)}"
+    lines = [f"{count} floating leaves hold nonfinite entries"]
     for path in worst_first:
         nan, inf, size = (report[path][kind] for kind in ("nan", "inf", "size"))
         lines.append(f"{path or 'the array'}: {nan} nan, {inf} inf of {size}")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.tree_util import Partial
 
 from optax_lossscale._jax_internals import linen_modules_around
@@ -85,6 +86,33 @@ def _is_of_numpy(leaf: Any) -> bool:
     """Whether it is an array of NumPy that JAX has too: not of strings or dates."""
     is_array = isinstance(leaf, np.ndarray)
     return is_array and leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
+
+
+class Traced(NamedTuple):
+    """A call of a function that is traced, and not evaluated yet.
+
+    Attributes:
+      program: What was traced.
+      arrays: Its inputs.
+      finish: Makes the results of the call from those of the program.
+    """
+
+    program: core.ClosedJaxpr
+    arrays: list[Any]
+    finish: Callable[[Sequence[Any]], PyTree]
+
+
+def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
+    """Traces `fun(*args)`."""
+    arrays, rest = partition(args)
+
+    def flat(*arrays: jax.Array) -> Partial:
+        results, other_results = partition(fun(*rest.merge(arrays)))
+        # A `Partial` is a pytree of its arrays, with the function as static data.
+        return Partial(other_results.merge, results)
+
+    program, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return Traced(program, arrays, results.func)
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:

@@ -2,14 +2,12 @@
 
 import collections
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from optax_lossscale._autocast.float8 import VALUES, reason_not_float8
 from optax_lossscale._autocast.levels import Settings
-from optax_lossscale._autocast.modules import call_with_states, partition
+from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._autocast.rewrite import Found
 from optax_lossscale._autocast.transform import autocast, calls_of_autocast
 from optax_lossscale._jaxprs import aval_of, trace_anew, user_line, where_written
@@ -64,16 +62,14 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
     calls: list[list[tuple[Found, Settings]]] = []
 
-    def trace(fun: Callable[..., PyTree], *args: PyTree) -> Any:
-        arrays, rest = partition(args)
-        cast = autocast(fun)
-        jax.eval_shape(lambda *arrays: partition(cast(*rest.merge(arrays)))[0], *arrays)
+    def trace_call(fun: Callable[..., PyTree], *args: PyTree) -> Any:
+        trace(autocast(fun), *args)
         return None, {}, None
 
     token = calls_of_autocast.set(calls)
     try:
         with trace_anew():
-            call_with_states(trace, fun, args, kwargs, is_update=False)
+            call_with_states(trace_call, fun, args, kwargs, is_update=False)
     finally:
         calls_of_autocast.reset(token)
     *inside, around = calls  # The last one is that of the line above.
@@ -105,10 +101,16 @@ def _row(found: Found, settings: Settings) -> _Row:
 
 def _print_table(counts: collections.Counter[_Row]) -> None:
     """Prints a line for all products that are alike."""
-    rows = [("times", *_Row._fields)]
-    rows += [(str(count), *row) for row, count in counts.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for times, *rest in rows:
-        cells = [cell.ljust(w) for cell, w in zip(rest, widths[1:], strict=True)]
-        print("  ".join([times.rjust(widths[0]), *cells]).rstrip())
+    rows = [(str(count), *row) for row, count in counts.items()]
+    print("\n".join(aligned([("times", *_Row._fields), *rows], right=["times"])))
     print("Everything else runs as it is written.")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> list[str]:
+    """The lines of a table, from its titles on; columns of numbers are to the right."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        align = str.rjust if column[0] in right else str.ljust
+        width = max(map(len, column))
+        columns.append([align(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,7 +25,7 @@ from optax_lossscale._autocast.float8 import OF_VALUES, reason_not_float8
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
 from optax_lossscale._autocast.markers import reason_of_marker, traced_for
-from optax_lossscale._autocast.modules import partition
+from optax_lossscale._autocast.modules import Traced, trace
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
@@ -53,41 +52,14 @@ _DEFAULT_PRECISIONS = (
 _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-class Traced(NamedTuple):
-    """A call of a function that is traced, and not evaluated yet.
-
-    Attributes:
-      program: What was traced.
-      arrays: Its inputs.
-      finish: Makes the results of the call from those of the program.
-    """
-
-    program: core.ClosedJaxpr
-    arrays: list[Any]
-    finish: Callable[[Sequence[Any]], PyTree]
-
-    def evaluate(self, settings: Settings) -> PyTree:
-        """The results of the call, with low products."""
-        program = rewrite(self.program, settings)
-        results = core.jaxpr_as_fun(program)(*self.arrays)
-        # Of a literal JAX returns the number, without an array around it.
-        are_literals = [isinstance(x, core.Literal) for x in program.jaxpr.outvars]
-        pairs = zip(results, are_literals, strict=True)
-        return self.finish([jnp.asarray(x) if flag else x for x, flag in pairs])
-
-
-def trace(fun: Callable[..., PyTree], settings: Settings, *args: PyTree) -> Traced:
-    """Traces `fun(*args)`."""
-    arrays, rest = partition(args)
-
-    def flat(*arrays: jax.Array) -> jax.tree_util.Partial:
-        with traced_for.set(settings.dtype):
-            results, other_results = partition(fun(*rest.merge(arrays)))
-        # A `Partial` is a pytree of its arrays, with the function as static data.
-        return jax.tree_util.Partial(other_results.merge, results)
-
-    program, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    return Traced(program, arrays, results.func)
+def evaluate(traced: Traced, settings: Settings) -> PyTree:
+    """The results of a traced call, with low products."""
+    program = rewrite(traced.program, settings)
+    results = core.jaxpr_as_fun(program)(*traced.arrays)
+    # Of a literal JAX returns the number, without an array around it.
+    are_literals = [isinstance(x, core.Literal) for x in program.jaxpr.outvars]
+    pairs = zip(results, are_literals, strict=True)
+    return traced.finish([jnp.asarray(x) if flag else x for x, flag in pairs])
 
 
 def rewrite(program: Any, settings: Settings, *, is_loop: bool = False) -> Any:
@@ -186,7 +158,13 @@ def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     It may compute the forward pass again, as in Equinox's checkpointed loops, and then
     needs the same numbers. So its products are rounded like those of that pass.
     """
-    return lambda *args: trace(rule, settings, *args).evaluate(settings)
+
+    def low_rule(*args: Any) -> PyTree:
+        with traced_for.set(settings.dtype):
+            traced = trace(rule, *args)
+        return evaluate(traced, settings)
+
+    return low_rule
 
 
 class Found(NamedTuple):

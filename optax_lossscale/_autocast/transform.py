@@ -20,9 +20,10 @@ from optax_lossscale._autocast.modules import (
     call_with_states,
     is_unbound,
     linen_scopes_of,
+    trace,
     with_variables,
 )
-from optax_lossscale._autocast.rewrite import Found, products_of, trace
+from optax_lossscale._autocast.rewrite import Found, evaluate, products_of
 from optax_lossscale._named_calls import named_calls
 from optax_lossscale._nnx import leaves_of
 from optax_lossscale._types import PyTree
@@ -186,15 +187,16 @@ def _call_low(settings: Settings, fun: Callable[..., PyTree], *args: PyTree) -> 
     """Returns `fun(*args)` with low products."""
     calls = calls_of_autocast.get()
     reads_scopes = bool(settings.high) or calls is not None
-    with named_calls() if reads_scopes else contextlib.nullcontext():
-        traced = trace(fun, settings, *args)
+    naming = named_calls() if reads_scopes else contextlib.nullcontext()
+    with naming, traced_for.set(settings.dtype):
+        traced = trace(fun, *args)
     if reads_scopes:
         found = list(products_of(traced.program.jaxpr, settings))
         equations = (each for x in found for each in (*x.calls, x.equation))
         settings.check_high({x.scope for x in found}, equations)
         if calls is not None:
             calls.append([(product, settings) for product in found])
-    return traced.evaluate(settings.with_left())
+    return evaluate(traced, settings.with_left())
 
 
 def _check_function(fun: Any) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,21 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.products import FLOAT32, low_product_p
 from optax_lossscale._jax_internals import KERNELS
-from optax_lossscale._jaxprs import bind, equations_of, programs_of, with_programs
-from optax_lossscale._operations.context import Context, is_floating, is_narrow
-from optax_lossscale._operations.operation import Entry, Run
+from optax_lossscale._jaxprs import (
+    aval_of,
+    bind,
+    equations_of,
+    programs_of,
+    with_programs,
+)
+from optax_lossscale._operations.operation import (
+    Atom,
+    Context,
+    Entry,
+    Run,
+    is_below_float32,
+    is_floating_array,
+)
 
 _LOOPS = (primitives.scan_p, primitives.while_p)
 # They hold functions of two numbers, whose equations are not listed.
@@ -51,14 +63,14 @@ class Instrumenter:
         """The same program, with statistics."""
         jaxpr = getattr(program, "jaxpr", program)
         equations: list[core.JaxprEqn] = []
-        exact: dict[core.Var, Any] = {}  # The float32 operand of each cast.
+        exact: dict[core.Var, Atom] = {}  # The float32 operand of each cast.
         for equation in jaxpr.eqns:
             inner = context.at(equation)
             if _holds_programs(equation):
                 equations.append(self._with_statistics(equation, inner))
                 continue
             equations.append(equation)
-            if any(map(is_floating, equation.outvars)):
+            if any(map(is_floating_array, equation.outvars)):
                 equations.append(self._statistics_of(equation, inner, exact))
         effects = frozenset[Any]().union(*(x.effects for x in equations))
         jaxpr = jaxpr.replace(eqns=equations, effects=jaxpr.effects | effects)
@@ -71,29 +83,25 @@ class Instrumenter:
         if equation.primitive in _LOOPS and context.loop is None:
             context = context._replace(loop=self._loops)
             self._loops += 1
-        effects = set(equation.effects)
-
-        def change(program: Any) -> Any:
-            changed = self.instrument(program, context)
-            effects.update(changed.effects)
-            return changed
-
+        change = functools.partial(self.instrument, context=context)
         params = {x: with_programs(y, change) for x, y in equation.params.items()}
-        changed: core.JaxprEqn = equation.replace(params=params, effects=effects)
-        return changed
+        changed = equation.replace(params=params)
+        effects = (x.effects for x in (changed, *programs_of(changed)))
+        result: core.JaxprEqn = changed.replace(effects=frozenset().union(*effects))
+        return result
 
     def _statistics_of(
-        self, equation: core.JaxprEqn, context: Context, exact: dict[core.Var, Any]
+        self, equation: core.JaxprEqn, context: Context, exact: dict[core.Var, Atom]
     ) -> core.JaxprEqn:
         """An equation that hands the numbers of the one before it to Python."""
         entry = Entry(equation, context)
         self.entries.append(entry)
-        results: list[Any] = [x for x in equation.outvars if is_floating(x)]
-        operands: list[Any] = [x for x in equation.invars if is_floating(x)]
-        reference = _reference_of(equation, exact)
-        apply, atoms = reference or (None, [])
-        read = filter(_is_variable, [*results, *operands, *atoms])
-        variables: list[Any] = list(dict.fromkeys(read))
+        apply, exact_operands = _reference_of(equation, exact) or (None, [])
+        read = (
+            list(filter(is_floating_array, equation.outvars)),
+            list(filter(is_floating_array, equation.invars)),
+            exact_operands,  # Before they were rounded.
+        )
 
         def receive(*numbers: Any) -> None:
             run = Run(*jax.tree.map(lambda x: np.asarray(x).tolist(), numbers))
@@ -102,24 +110,18 @@ class Instrumenter:
                 self._runs += 1
 
         @jax.jit
-        def statistics(*arrays: jax.Array) -> None:
-            values: dict[Any, Any] = dict(zip(variables, arrays, strict=True))
-            outputs, inputs, exact_inputs = (
-                [values[x] if _is_variable(x) else x.val for x in some]
-                for some in (results, operands, atoms)
-            )
+        def statistics(results: Any, operands: Any, exact: Any) -> None:
             pair = []
             if apply is not None:
-                pair = [outputs[0], apply(*map(_widened, exact_inputs))]
+                pair = [results[0], apply(*map(_widened, exact))]
             if self._on_device:
-                jax.debug.callback(receive, *_measure(jnp, outputs, inputs, pair))
+                jax.debug.callback(receive, *_measure(jnp, results, operands, pair))
             else:
                 call = lambda *xs: receive(*_measure(np, *xs))  # noqa: E731
-                jax.debug.callback(call, outputs, inputs, pair)
+                jax.debug.callback(call, results, operands, pair)
 
-        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in variables]
-        (call,) = jax.make_jaxpr(statistics)(*shapes).eqns
-        measured: core.JaxprEqn = call.replace(invars=variables, outvars=[])
+        (call,) = jax.make_jaxpr(statistics)(*jax.tree.map(_shape_of, read)).eqns
+        measured: core.JaxprEqn = call.replace(invars=jax.tree.leaves(read), outvars=[])
         return measured
 
 
@@ -145,33 +147,32 @@ def _holds_programs(equation: core.JaxprEqn) -> bool:
     return primitive.name not in KERNELS and any(True for _ in programs_of(equation))
 
 
-def _is_variable(atom: Any) -> bool:
-    return isinstance(atom, core.Var)
+def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype)
 
 
 def _reference_of(
-    equation: core.JaxprEqn, exact: dict[core.Var, Any]
-) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    equation: core.JaxprEqn, exact: dict[core.Var, Atom]
+) -> tuple[Callable[..., Any], list[Atom]] | None:
     """The same operation on operands that were not rounded, if it is a narrow one.
 
     Of a product, these are what autocast has cast to its operands.
     """
-    operands: Sequence[Any] = equation.invars
-    params, result = equation.params, cast(Any, equation.outvars[0])
+    operands, out = list(equation.invars), aval_of(equation.outvars[0])
     if equation.primitive is low_product_p:
-        apply = functools.partial(params["product"].apply, out=FLOAT32)
-        operands = [exact.get(x, x) if _is_variable(x) else x for x in operands]
-    elif is_narrow(result.aval.dtype) and len(equation.outvars) == 1:
+        apply = functools.partial(equation.params["product"].apply, out=FLOAT32)
+        operands = [exact.get(x, x) if isinstance(x, core.Var) else x for x in operands]
+    elif is_below_float32(out.dtype) and len(equation.outvars) == 1:
         apply = functools.partial(_apply_wide, equation)
         if equation.primitive is primitives.convert_element_type_p:
-            exact[result] = operands[0]
+            exact[equation.outvars[0]] = operands[0]
     else:
         return None
     # Operations on bits, for example, cannot run in float32.
     with contextlib.suppress(TypeError, ValueError, NotImplementedError):
-        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in operands]
-        shape = jax.eval_shape(lambda *xs: apply(*map(_widened, xs)), *shapes)
-        if shape.shape == result.aval.shape and shape.dtype == FLOAT32:
+        call = lambda *xs: apply(*map(_widened, xs))  # noqa: E731
+        shape = jax.eval_shape(call, *map(_shape_of, operands))
+        if shape.shape == out.shape and shape.dtype == FLOAT32:
             return apply, operands
     return None
 
@@ -180,7 +181,7 @@ def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
     """The result of an operation with float32 in the place of each narrow dtype."""
     params = {
         name: FLOAT32
-        if isinstance(x, np.dtype) and is_narrow(x)
+        if isinstance(x, np.dtype) and is_below_float32(x)
         else with_programs(x, _wide_program)
         for name, x in equation.params.items()
     }
@@ -198,7 +199,7 @@ def _wide_program(program: Any) -> Any:
 
 def _widened(array: Any) -> Any:
     """An array in float32 if it is narrower, else the very same object."""
-    is_wide = not is_narrow(jnp.result_type(array))
+    is_wide = not is_below_float32(jnp.result_type(array))
     return array if is_wide else lax.convert_element_type(array, FLOAT32)
 
 

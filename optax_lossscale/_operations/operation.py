@@ -1,12 +1,13 @@
-"""What is known of each operation of a program, once it ran."""
+"""What surrounds each operation of a program, and its numbers, once it ran."""
 
 from __future__ import annotations
 
 import collections
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -14,10 +15,63 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
-from optax_lossscale._jaxprs import bind
-from optax_lossscale._operations.context import Context, is_floating, is_narrow
+from optax_lossscale._jaxprs import (
+    aval_of,
+    bind,
+    scope_of,
+    scopes_of,
+    user_line,
+    where_written,
+)
 
+Atom: TypeAlias = core.Var | core.Literal
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
+
+
+class Context(NamedTuple):
+    """What surrounds an equation.
+
+    Attributes:
+      where: Line and function that called for it.
+      scope: Names of the scopes around it.
+      is_backward: Whether it belongs to a backward pass.
+      is_recomputed: Whether a checkpoint computes it again for the backward pass.
+      loop: The number of the outermost loop around it; None outside of loops.
+    """
+
+    where: str
+    scope: tuple[str, ...] = ()
+    is_backward: bool = False
+    is_recomputed: bool = False
+    loop: int | None = None
+
+    def at(self, equation: core.JaxprEqn) -> Context:
+        """What surrounds the programs of an equation."""
+        names = scopes_of(equation)
+        is_recomputed = self.is_recomputed or "rematted_computation" in names
+        is_backward = self.is_backward or "transpose" in names
+        return self._replace(
+            where=user_line(equation) or self.where or where_written(equation) or "",
+            scope=(*self.scope, *scope_of(equation)),
+            is_backward=is_backward and not is_recomputed,
+            is_recomputed=is_recomputed,
+        )
+
+
+def is_floating_array(atom: Atom) -> bool:
+    """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)
+    return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def is_narrow_array(atom: Atom) -> bool:
+    """Whether it is an array of a floating dtype narrower than float32."""
+    return is_floating_array(atom) and is_below_float32(aval_of(atom).dtype)
+
+
+def is_below_float32(dtype: Any) -> bool:
+    """Whether a dtype is floating and narrower than float32."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 class Operation(NamedTuple):
@@ -108,17 +162,14 @@ class Entry:
       context: Its line, its scope, and what surrounds it.
       runs: How often it ran.
       worst: Its numbers, by the names of the fields of `Operation`.
-      first: The run that made the first nonfinite numbers.
-      iteration: How many runs there were before that one.
-      order: How many runs of all operations there were before that one.
+      first: The run that made the first nonfinite numbers, how many runs there were
+        before it, and how many runs of all operations.
     """
 
     def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
         self.equation, self.context = equation, context
-        self.runs, self.worst = 0, dict[str, float]()
-        self.first: Run | None = None
-        self.iteration: int | None = None
-        self.order: int | None = None
+        self.runs, self.worst = 0, dict[str, Any]()
+        self.first: tuple[Run, int, int] | None = None
 
     def add(self, run: Run, order: int) -> None:
         """Counts one more run. `order` counts the runs of all operations before it."""
@@ -126,7 +177,7 @@ class Entry:
         exact, underflow, error = run.exact or (largest, 0.0, 0.0)
         if not math.isfinite(exact):  # Then nothing was lost by rounding.
             exact, underflow, error = math.inf, 0.0, 0.0
-        nonfinite = sum(row[2] for row in run.results)
+        nonfinite = int(sum(row[2] for row in run.results))
         numbers = {
             "largest": largest,
             "float32_largest": exact,
@@ -136,22 +187,21 @@ class Entry:
             "error": math.inf if math.isnan(error) else error,
         }
         if numbers["made_nonfinite"] and self.first is None:
-            self.first, self.iteration, self.order = run, self.runs, order
+            self.first = run, self.runs, order
         self.runs += 1
-        self.worst = {x: max(n, self.worst.get(x, 0.0)) for x, n in numbers.items()}
+        self.worst = {x: max(n, self.worst.get(x, n)) for x, n in numbers.items()}
 
     def operation(self, loss_scale: float) -> Operation:
         """What is known of it, once the program ran."""
         equation, context = self.equation, self.context
-        primitive, result = equation.primitive, cast(Any, equation.outvars[0]).aval
+        primitive, result = equation.primitive, aval_of(equation.outvars[0])
         dtype = result.dtype
         if primitive is low_product_p:
             product = equation.params["product"]
             primitive, dtype = product.primitive, np.dtype(product.low)
         headroom = _headroom(self.worst["float32_largest"], result.dtype)
         scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
-        counts = ("nonfinite", "made_nonfinite")
-        numbers: dict[str, Any] = self.worst | {x: int(self.worst[x]) for x in counts}
+        run, iteration, order = self.first or (None, None, None)
         return Operation(
             primitive=primitive.name,
             where=context.where,
@@ -159,13 +209,13 @@ class Entry:
             is_backward=context.is_backward,
             dtype=dtype,
             shape=result.shape,
-            cause="" if self.first is None else _cause(equation, self.first),
+            cause="" if run is None else _cause(equation, run),
             headroom_bits=headroom,
             unscaled_headroom_bits=headroom + scale_bits,
             loop=context.loop,
-            iteration=None if context.loop is None else self.iteration,
-            order=self.order,
-            **numbers,
+            iteration=None if context.loop is None else iteration,
+            order=order,
+            **self.worst,
         )
 
 
@@ -200,25 +250,21 @@ def _is_made(run: Run) -> bool:
 
 def _headroom(largest: float, dtype: Any) -> float:
     """The bits between a magnitude and the largest number of a dtype."""
-    if largest == 0:
-        return math.inf
-    if not math.isfinite(largest):
-        return -math.inf
-    return math.log2(float(jnp.finfo(dtype).max)) - math.log2(largest)
+    with np.errstate(divide="ignore"):
+        return math.log2(float(jnp.finfo(dtype).max)) - float(np.log2(largest))
 
 
 def _cause(equation: core.JaxprEqn, run: Run) -> str:
     """Why an operation made a nonfinite number."""
-    result: Any = equation.outvars[0]
-    low = result.aval.dtype
-    if is_product := equation.primitive is low_product_p:
-        low = equation.params["product"].low
+    result = equation.outvars[0]
+    is_product = equation.primitive is low_product_p
+    low = equation.params["product"].low if is_product else aval_of(result).dtype
     top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
     if not math.isfinite(received):
         return "An operand was infinite, and the result is NaN."
     if is_product and received > top:
         return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
-    if run.exact and is_narrow(result.aval.dtype) and run.exact[0] < math.inf:
+    if run.exact and is_narrow_array(result) and run.exact[0] < math.inf:
         in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
         if run.exact[0] <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
@@ -238,17 +284,19 @@ def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
     It takes one entry of each operand for each entry of its result.
     """
     rows = iter(run.operands)
-    ones: list[Any] = []
-    zeros: list[Any] = []
-    atoms: Sequence[Any] = equation.invars
-    for atom in atoms:
-        has_zero = is_floating(atom) and next(rows)[1] == 0
-        is_constant = isinstance(atom, core.Literal) and not has_zero
-        ones.append(atom.val if is_constant else jnp.ones((), atom.aval.dtype))
-        zeros.append(jnp.zeros_like(ones[-1]) if has_zero else ones[-1])
-    results = [bind(equation.primitive, x, equation.params) for x in (zeros, ones)]
-    at_zero, at_one = (bool(jnp.isfinite(result)) for (result,) in results)
-    return at_one and not at_zero
+    smallest = [next(rows)[1] if is_floating_array(x) else 1.0 for x in equation.invars]
+
+    def is_finite(zero: float) -> bool:
+        operands = [
+            atom.val
+            if isinstance(atom, core.Literal) and number != 0
+            else jnp.full((), zero if number == 0 else 1, aval_of(atom).dtype)
+            for atom, number in zip(equation.invars, smallest, strict=True)
+        ]
+        (result,) = bind(equation.primitive, operands, equation.params)
+        return bool(jnp.isfinite(result))
+
+    return is_finite(1.0) and not is_finite(0.0)
 
 
 def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:

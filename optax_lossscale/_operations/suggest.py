@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from optax_lossscale._autocast.products import PRODUCTS
 from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale._operations.report import describe
+from optax_lossscale._operations.print_report import describe
 from optax_lossscale._operations.trace import Operations
 
 _PRODUCTS = tuple(primitive.name for primitive in PRODUCTS)
@@ -79,8 +78,8 @@ def suggest_full_precision(
         raise ValueError(f"`tolerance` must be positive, got {tolerance}.")
     with _progress() as count:
         search = _Search(operations, tolerance, count)
-        while new := search.faults():
-            search.leave_in_float32(new)
+        while names := search.names_to_add():
+            search.leave_in_float32(names)
     return search.chosen
 
 
@@ -95,66 +94,68 @@ class _Search:
         self, operations: Operations, tolerance: float, count: Callable[[], object]
     ) -> None:
         self.chosen: list[str] = []
-        self._operations, self._tolerance = operations, tolerance
-        self._run_again, self._count = operations.run_again, count
+        self._operations, self._tolerance, self._count = operations, tolerance, count
         # JAX forgets some scopes in the backward pass of a loop; then the line tells.
         forward = [x for x in operations if _is_product(x) and not x.is_backward]
-        self._scopes = {x.scope: x.scope for x in forward}
+        self._scopes = {x.scope for x in forward if x.scope}
         self._lines = {x.where: x.scope for x in reversed(forward)}
 
     def leave_in_float32(self, names: Iterable[str]) -> None:
-        """Runs the function with some products left in float32, beside those chosen."""
+        """Runs the function with some more products left in float32."""
         self.chosen = sorted({*self.chosen, *names})
         self._operations = self._run(self.chosen)
 
-    def faults(self) -> list[str]:
+    def names_to_add(self) -> list[str]:
         """The names of products to leave in float32 next.
 
         Raises:
           ValueError: If that would change nothing.
         """
-        is_finite = self._operations.are_results_finite
-        faults = [x for x in self._operations if x.error > self._tolerance]
-        products = [x for x in faults if _is_product(x)]
+        inexact = [x for x in self._operations if x.error > self._tolerance]
+        products = [x for x in inexact if _is_product(x)]
         # JAX moves some casts of operands out of a loop.
-        casts = [x for x in faults if x.where in self._lines and _is_cast(x)]
+        casts = [x for x in inexact if x.where in self._lines and _is_cast(x)]
+        is_finite = self._operations.are_results_finite
         if is_finite:
-            casts = [x for x in casts if not x.nonfinite]
-            names = [self._name_of(x) for x in (*products, *casts)]
-        elif first := [x for x in (*products, *casts) if x.nonfinite]:
-            names = [self._name_of(first[0])]
+            faults = products + [x for x in casts if not x.nonfinite]
         else:
-            names = self._names_before(first_nonfinite(self._operations))
-        if not {*names} <= {*self.chosen}:
-            return names
-        if not is_finite:
-            raise ValueError(_NO_PRODUCT + self._what_is_wrong())
-        if products:
-            raise ValueError(_NO_PRODUCT + _complaint(products[0]))
-        return []
-
-    def _names_before(self, first: Operation | None) -> list[str]:
-        """The last product before an operation that is finite if all are in float32."""
-        if first is None or not self._is_finite_in_float32:
+            faults = [x for x in products + casts if x.nonfinite][:1]
+        names = {self._name_of(x) for x in faults}
+        if not is_finite and not faults:
+            names = self._last_product_before_the_fault()
+        if new := names - {*self.chosen}:
+            return sorted(new)
+        if is_finite and not products:
             return []
+        got = _complaint(products[0]) if is_finite else self._what_is_wrong()
+        raise ValueError(
+            f"`operations` must have a fault that `autocast` made, got none. {got}"
+        )
+
+    def _last_product_before_the_fault(self) -> set[str]:
+        """Its name, if the program is finite with all products in float32."""
+        first = first_nonfinite(self._operations)
+        if first is None or not self._is_finite_in_float32:
+            return set()
         before = self._operations[: self._operations.index(first)]
         names = [self._name_of(x) for x in before if _is_product(x)]
-        return [x for x in names if x not in self.chosen][-1:]
+        return {*[x for x in names if x not in self.chosen][-1:]}
 
     @functools.cached_property
     def _is_finite_in_float32(self) -> bool:
         products = filter(_is_product, self._operations)
-        return self._run(map(self._name_of, products)).are_results_finite
+        return self._run([*map(self._name_of, products)]).are_results_finite
 
-    def _run(self, names: Iterable[str]) -> Operations:
-        operations = self._run_again([*names])
+    def _run(self, names: list[str]) -> Operations:
+        operations = self._operations.run_again(names)
         self._count()
         return operations
 
     def _name_of(self, operation: Operation) -> str:
         """The scope of a product or a cast, or else its line."""
-        scope = self._scopes.get(operation.scope)
-        scope = scope or self._lines.get(operation.where) or operation.scope
+        scope = operation.scope
+        if scope not in self._scopes:
+            scope = self._lines.get(operation.where) or scope
         return f"{scope}/" if scope else operation.where
 
     def _what_is_wrong(self) -> str:
@@ -165,9 +166,6 @@ class _Search:
             f"The first: {describe(first)} (To leave products as they are written does "
             "not help: mend that line.)"
         )
-
-
-_NO_PRODUCT = "`operations` must have a fault that `autocast` made, got none. "
 
 
 def _is_product(operation: Operation) -> bool:
@@ -194,6 +192,7 @@ def _progress() -> Iterator[Callable[[], object]]:
         yield lambda: None
         return
     # With `disable=None` there is no bar where standard error is no terminal.
-    settings: dict[str, Any] = {"unit": "run", "delay": 2, "disable": None}
-    with tqdm(desc="suggest_full_precision", leave=False, **settings) as bar:
+    with tqdm(
+        desc="suggest_full_precision", unit="run", delay=2, disable=None, leave=False
+    ) as bar:
         yield bar.update

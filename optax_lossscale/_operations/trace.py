@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +15,29 @@ from jax.interpreters import partial_eval as pe
 
 from optax_lossscale._autocast.levels import left_in_float32
 from optax_lossscale._autocast.modules import (
+    Traced,
     as_partial,
     call_partial,
     call_with_states,
     partition,
+    trace,
 )
 from optax_lossscale._autocast.transform import autocast, calls_of_autocast
 from optax_lossscale._checks import check_concrete, check_scale
 from optax_lossscale._grad import scaled_value_and_grad
-from optax_lossscale._jaxprs import file_name, trace_anew
+from optax_lossscale._jaxprs import place_in, trace_anew
 from optax_lossscale._named_calls import named_calls
 from optax_lossscale._nnx import modules_of
-from optax_lossscale._operations.context import Context
 from optax_lossscale._operations.instrument import (
     Instrumenter,
     runs_on_several_devices,
 )
-from optax_lossscale._operations.operation import Entry, Operation, operations_of
+from optax_lossscale._operations.operation import (
+    Context,
+    Entry,
+    Operation,
+    operations_of,
+)
 from optax_lossscale._rules import static_loss_scale
 from optax_lossscale._tree import is_floating
 from optax_lossscale._types import PyTree
@@ -52,13 +59,6 @@ class Operations(list[Operation]):
     ) -> None:
         super().__init__(operations)
         self.are_results_finite, self.run_again = are_results_finite, run_again
-
-
-class _Program(NamedTuple):
-    """A program, and its inputs."""
-
-    closed: core.ClosedJaxpr
-    arrays: list[jax.Array]
 
 
 def trace_operations(
@@ -141,53 +141,47 @@ def trace_operations(
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
 
-    def trace(fun: Callable[..., Any], left: Sequence[str]) -> _Program:
+    def trace_with_gradients(fun: Callable[..., Any], left: Sequence[str]) -> Traced:
         grad_fun = _with_gradients(fun, argnums)
         with named_calls(), left_in_float32(left), trace_anew():
             return _trace(grad_fun, (jnp.float32(loss_scale), *args))
 
-    def run(program: _Program) -> Operations:
-        entries, results = _run(program, context)
+    def run(traced: Traced) -> Operations:
+        entries, results = _run(traced, context)
         operations = operations_of(entries, loss_scale)
         are_finite = all(np.isfinite(x).all() for x in results if is_floating(x))
-        run_again = lambda left: run(trace(cast_fun, left))  # noqa: E731
+        run_again = lambda left: run(trace_with_gradients(cast_fun, left))  # noqa: E731
         return Operations(operations, are_finite, run_again)
 
     cast_fun = autocast(fun, dtype, level=level)
     token = calls_of_autocast.set([])
     try:
-        program = trace(cast_fun, [])
+        traced = trace_with_gradients(cast_fun, [])
         if len(calls_of_autocast.get() or []) > 1:  # `fun` calls `autocast`, too.
             cast_fun = fun
-            program = trace(cast_fun, [])
+            traced = trace_with_gradients(cast_fun, [])
     finally:
         calls_of_autocast.reset(token)
-    return run(program)
+    return run(traced)
 
 
-def _run(program: _Program, context: Context) -> tuple[list[Entry], list[Any]]:
+def _run(traced: Traced, context: Context) -> tuple[list[Entry], list[Any]]:
     """Runs a program with statistics; returns its operations and its results.
 
     Settings that look for NaN, or compile nothing, would stop it.
     """
-    jaxpr = program.closed.jaxpr
-    is_used = [True] * len(jaxpr.outvars)
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, is_used, instantiate=True)
-    closed = core.ClosedJaxpr(jaxpr, program.closed.consts)
-    on_device = runs_on_several_devices(closed, program.arrays)
-    instrumenter = Instrumenter(on_device=on_device)
+    jaxpr, arrays = traced.program.jaxpr, traced.arrays
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    closed = core.ClosedJaxpr(jaxpr, traced.program.consts)
+    instrumenter = Instrumenter(on_device=runs_on_several_devices(closed, arrays))
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         closed = instrumenter.instrument(closed, context)
-        lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*program.arrays)
+        lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*arrays)
         # Or XLA leaves out that a result is rounded, and computes on in float32.
         compiled = lowered.compile({"xla_allow_excess_precision": False})
-        results = jax.device_get(compiled(*program.arrays))
+        results = jax.device_get(compiled(*arrays))
         jax.effects_barrier()
     return instrumenter.entries, results
-
-
-def _described(leaf: Any) -> str:
-    return str(jax.typeof(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
 
 
 def _is_loss(result: Any) -> bool:
@@ -205,7 +199,7 @@ def _with_gradients(
         is_several = isinstance(results, tuple | list) and len(results) > 0
         loss = results[0] if is_several else results
         if not _is_loss(loss):
-            shapes = jax.tree.map(_described, results)
+            shapes = jax.tree.map(lambda x: getattr(x, "aval", x), results)
             raise TypeError(
                 "`fun` must return a floating scalar, alone or first in a tuple, got "
                 f"{shapes}. (Return the mean of what you want to look at.)"
@@ -223,14 +217,12 @@ def _with_gradients(
     return value_and_grad
 
 
-def _trace(fun: Callable[..., PyTree], args: tuple[Any, ...]) -> _Program:
+def _trace(fun: Callable[..., PyTree], args: tuple[Any, ...]) -> Traced:
     """The program of a call, which changes no module."""
     programs = []
 
     def call(fun: Callable[..., Any], *args: PyTree) -> Any:
-        arrays, rest = partition(args)
-        closed = jax.make_jaxpr(lambda *xs: partition(fun(*rest.merge(xs)))[0])(*arrays)
-        programs.append(_Program(closed, arrays))
+        programs.append(trace(fun, *args))
         return None, {}, None
 
     call_with_states(call, fun, args, {}, is_update=False)
@@ -239,11 +231,10 @@ def _trace(fun: Callable[..., PyTree], args: tuple[Any, ...]) -> _Program:
 
 def _where_defined(fun: Any) -> str:
     """File, first line and name of a function."""
-    while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
-        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
-    for function in (fun, getattr(type(fun), "__call__", None)):  # noqa: B004
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        if code is not None:
-            file, line = file_name(code.co_filename), code.co_firstlineno
-            return f"{file}:{line} ({code.co_qualname})"
+    fun = inspect.unwrap(fun)
+    if isinstance(fun, functools.partial):
+        return _where_defined(fun.func)
+    for function in (fun, type(fun).__call__):
+        if code := getattr(function, "__code__", None):
+            return place_in(code, code.co_firstlineno)
     return type(fun).__name__

@@ -12,20 +12,19 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import Partial
 
-from optax_lossscale._autocast.modules import call_with_states, partition
+from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._finite import vary_over
 from optax_lossscale._jaxprs import bind, context_of, programs_of, scan_sizes
 from optax_lossscale._named_calls import named_calls
-from optax_lossscale._operations.context import Context, is_floating, is_narrow
+from optax_lossscale._operations.operation import Context, is_narrow_array
 from optax_lossscale._types import PyTree
 
 # For each scope and kind of number, the largest number until now.
 _Numbers = dict[tuple[str, str], jax.Array]
 # What has one program, with the operands of the equation as its inputs.
 _CALLS = ("jit", "pjit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-_CONTROL_FLOW = ("scan", "while", "cond", "shard_map")
+_WITH_PROGRAMS = (*_CALLS, "scan", "while", "cond", "shard_map")
 
 
 def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -83,20 +82,14 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
         layers: dict[str, dict[str, jax.Array]] = {}
 
         def call(fun: Callable[..., Any], *args: PyTree) -> PyTree:
-            arrays, rest = partition(args)
-
-            def flat(*arrays: jax.Array) -> Partial:
-                results, other_results = partition(fun(*rest.merge(arrays)))
-                return Partial(other_results.merge, results)
-
-            closed, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            context = Context(where="")
-            keys = dict.fromkeys(_keys_of(closed.jaxpr, context))
+            traced, context = trace(fun, *args), Context(where="")
+            keys = _keys_of(traced.program.jaxpr, context)
             numbers = {key: jnp.zeros((), jnp.float32) for key in keys}
-            outputs, numbers = _run(closed, arrays, numbers, context)
+            program, arrays = traced.program, traced.arrays
+            outputs, numbers = _run(program, arrays, numbers, context)
             for (scope, name), number in numbers.items():
                 layers.setdefault(scope, {})[name] = number
-            return results.func(outputs)
+            return traced.finish(outputs)
 
         with named_calls():
             results = call_with_states(call, fun, args, kwargs)
@@ -109,26 +102,20 @@ def _keys_of(jaxpr: core.Jaxpr, context: Context) -> Iterator[tuple[str, str]]:
     """The keys of all numbers of a program."""
     for equation in jaxpr.eqns:
         inner = context.at(equation)
-        if _is_nested(equation):
+        if equation.primitive.name in _WITH_PROGRAMS:
             for program in programs_of(equation):
                 yield from _keys_of(program, inner)
         elif _is_measured(equation):
             yield from _keys_at(inner)
 
 
-def _keys_at(context: Context) -> list[tuple[str, str]]:
-    prefix = "grad_" if context.is_backward else ""
-    scope = "/".join(context.scope)
-    return [(scope, f"{prefix}{name}") for name in ("largest", "flushed")]
-
-
-def _is_nested(equation: core.JaxprEqn) -> bool:
-    return equation.primitive.name in (*_CALLS, *_CONTROL_FLOW)
-
-
 def _is_measured(equation: core.JaxprEqn) -> bool:
-    results: list[Any] = list(equation.outvars[:1])
-    return any(is_floating(x) and is_narrow(x.aval.dtype) for x in results)
+    return any(map(is_narrow_array, equation.outvars[:1]))
+
+
+def _keys_at(context: Context) -> list[tuple[str, str]]:
+    prefix, scope = "grad_" if context.is_backward else "", "/".join(context.scope)
+    return [(scope, f"{prefix}{name}") for name in ("largest", "flushed")]
 
 
 def _run(
@@ -145,7 +132,7 @@ def _run(
     for equation in jaxpr.eqns:
         inputs, inner = [read(atom) for atom in equation.invars], context.at(equation)
         with context_of(equation):
-            if _is_nested(equation):
+            if equation.primitive.name in _WITH_PROGRAMS:
                 outputs, numbers = _run_nested(equation, inputs, numbers, inner)
             else:
                 outputs = bind(equation.primitive, inputs, equation.params)

@@ -14,9 +14,9 @@ used. The last point of a curve is the scale that the next step would use.
 
 from optax_lossscale.plotting._numbers import (
     plot_exponent_histogram,
+    plot_operations,
     plot_underflow_by_leaf,
 )
-from optax_lossscale.plotting._operations import plot_operations
 from optax_lossscale.plotting._training import plot_loss_scale, plot_training
 
 __all__ = [  # noqa: RUF022, from a run to its numbers.

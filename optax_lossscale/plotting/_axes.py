@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from optax_lossscale._checks import check_float_dtype
-
-# Okabe and Ito's colours, which colour-blind people can tell apart. The line styles
-# differ too, because one curve may lie on another: the first is a wide band, and the
-# fifth has rings.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
-DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
-# Rings are apart by a share of the diagonal of the axes.
+COLORS = (RED, BLUE, GREEN, ORANGE, PURPLE, SKY, BLACK)
+# The line styles of runs differ too, because one curve may lie on another: the first is
+# a wide band, and the fifth has rings, apart by a share of the diagonal of the axes.
 _RINGS = {"marker": "o", "markevery": 0.06, "markerfacecolor": "none"}
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": BLACK, "linewidth": 6, "alpha": 0.25},
@@ -27,6 +20,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": PURPLE, "linewidth": 1.5, "linestyle": "-."},
     {"color": SKY, "linewidth": 1.5, "linestyle": (0, (8, 2))},
 )
+DRAW_OUTSIDE = "Return the arrays from the compiled function, and draw them outside."
 
 
 def shown(label: object) -> str:
@@ -48,11 +42,3 @@ def axes_or_new(
         ) from error
     size = (width, height)
     return plt.subplots(rows, figsize=size, layout="constrained", sharex=rows > 1)[1]
-
-
-def range_of(dtype: jax.typing.DTypeLike) -> tuple[int, int, int]:
-    """The exponents of a dtype's smallest, smallest normal and largest number."""
-    info: Any = jnp.finfo(check_float_dtype("dtype", dtype))
-    numbers = (info.smallest_subnormal, info.tiny, info.max)
-    lowest, normal, highest = (int(np.frexp(float(x))[1]) - 1 for x in numbers)
-    return lowest, normal, highest

@@ -9,15 +9,13 @@ from typing import TextIO
 
 import jax.numpy as jnp
 
+from optax_lossscale._autocast.report import aligned
 from optax_lossscale._checks import check_number
 from optax_lossscale._operations.operation import Operation, first_nonfinite
 
-_TITLES = (
-    *("operation", "pass", "dtype", "largest", "nonfinite", "underflow", "error"),
-    *("headroom", "where", "scope"),
-)
+_NUMBERS = ("largest", "nonfinite", "underflow", "error", "headroom")
+_TITLES = ("operation", "pass", "dtype", *_NUMBERS, "where", "scope")
 _FEW = 4  # Roundings, each of half a unit in the last place, that may add up.
-_AS_NUMBERS = _TITLES[3:8]
 
 
 def print_operation_report(
@@ -60,8 +58,7 @@ def print_operation_report(
     worst, lines = _worst(operations), _summary(operations)
     if worst:
         rows = [_TITLES, *map(_cells, worst[:limit])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["", *(_line(row, widths) for row in rows)]
+        lines += ["", *aligned(rows, right=_NUMBERS)]
     else:
         lines.append("No operation loses more than a few roundings do.")
     if len(worst) > limit:
@@ -111,8 +108,7 @@ def describe(operation: Operation) -> str:
 def _worst(operations: Sequence[Operation]) -> list[Operation]:
     """The operations that make nonfinite numbers or lose some, worst first."""
     made = [x for x in operations if x.made_nonfinite]
-    units = [float(jnp.finfo(x.dtype).eps) for x in operations]
-    few = _FEW * max(units, default=0.0)
+    few = max((_FEW * float(jnp.finfo(x.dtype).eps) for x in operations), default=0.0)
     others = [x for x in operations if not x.nonfinite and _loss_of(x) > few]
     return made + sorted(others, key=_loss_of, reverse=True)
 
@@ -135,12 +131,3 @@ def _cells(operation: Operation) -> tuple[str, ...]:
         operation.where,
         operation.scope,
     )
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """A line of the table, with numbers to the right."""
-    cells = [
-        cell.rjust(width) if title in _AS_NUMBERS else cell.ljust(width)
-        for title, cell, width in zip(_TITLES, row, widths, strict=True)
-    ]
-    return "  ".join(cells).rstrip()
