@@ -445,37 +445,34 @@ def test_an_unusable_scale_skips_one_step_and_restarts(scale):
     assert (finite, loss, grad, dynamic_scale.fin_steps) == (True, 9.0, 6.0, 1)
 
 
-@BOTH
-def test_a_first_scale_may_be_an_integer(module):
-    grad_fn = module.DynamicScale(scale=1).value_and_grad(lambda p: p * jnp.inf)
-    dynamic_scale = grad_fn(jnp.float32(1.0)).dynamic_scale
-    assert (dynamic_scale.scale, dynamic_scale.scale.dtype) == (0.5, jnp.float32)
-
-
 def test_complex_gradients_keep_their_imaginary_parts():
     grad_fn = compat.DynamicScale().value_and_grad(lambda z: jnp.abs(z) ** 2)
     grad = grad_fn(jnp.complex64(1 + 2j)).grad
     np.testing.assert_allclose(grad, 2 - 4j, rtol=1e-6)
 
 
-def test_the_scale_stays_with_an_endless_interval_and_itself_as_the_floor():
-    dynamic_scale = compat.DynamicScale(
-        scale=64.0, minimum_scale=64.0, growth_interval=jnp.inf
-    )
-    for x in (1.0, jnp.inf, 1.0):
-        grad_fn = dynamic_scale.value_and_grad(lambda p, x: p * x)
-        dynamic_scale = grad_fn(jnp.float32(1.0), x).dynamic_scale
-        assert dynamic_scale.scale == 64.0
-
-
-def test_the_scale_does_not_fall_to_zero_without_a_floor():
-    step = jax.jit(
-        lambda d: d.value_and_grad(lambda p: p * jnp.inf)(jnp.float32(1.0))[0]
-    )
-    dynamic_scale = compat.DynamicScale(scale=2.0**-120, minimum_scale=None)
-    for _ in range(10):
-        dynamic_scale = step(dynamic_scale)
-    assert dynamic_scale.scale == 2.0**-126
+@pytest.mark.parametrize(
+    ("settings", "xs", "last"),
+    [
+        # The scale stays with an endless interval and itself as the floor.
+        (
+            {"scale": 64.0, "minimum_scale": 64.0, "growth_interval": jnp.inf},
+            [1.0, jnp.inf, 1.0],
+            64.0,
+        ),
+        # It does not fall to zero without a floor.
+        ({"scale": 2.0**-120, "minimum_scale": None}, [jnp.inf] * 10, 2.0**-126),
+        # It may be an integer at first.
+        ({"scale": 1}, [jnp.inf], 0.5),
+    ],
+    ids=["constant", "no floor", "integer"],
+)
+def test_the_scale_after_some_steps(settings, xs, last):
+    step = jax.jit(lambda d, x: d.value_and_grad(lambda p: p * x)(jnp.float32(1.0))[0])
+    dynamic_scale = compat.DynamicScale(**settings)
+    for x in xs:
+        dynamic_scale = step(dynamic_scale, x)
+    assert (dynamic_scale.scale, dynamic_scale.scale.dtype) == (last, jnp.float32)
 
 
 def test_float64_gradients_stay_float64():

@@ -148,21 +148,18 @@ REBUILD = {
 }
 
 
-@pytest.mark.parametrize("rebuild", REBUILD)
-def test_the_floor_survives_when_the_tree_is_rebuilt(rebuild):
-    # jmp's pull request 44: there the floor is 1 from then on.
-    loss_scale = dynamic(1.0, min_loss_scale=0.25)
-    rebuilt = REBUILD[rebuild](loss_scale)
-    assert rebuilt.min_loss_scale == 0.25
-    assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
-    assert after(rebuilt, [False] * 4).loss_scale == 0.25
-
-
 @pytest.mark.parametrize(
-    "floor", [np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)]
+    "floor",
+    [0.25, np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)],
+    ids=lambda floor: type(floor).__name__,
 )
-def test_the_floor_can_be_any_kind_of_number(floor):
-    rebuilt = REBUILD["jit"](dynamic(1.0, min_loss_scale=floor))
+def test_the_floor_survives_when_the_tree_is_rebuilt(floor):
+    # jmp's pull request 44: there the floor is 1 from then on.
+    loss_scale = dynamic(1.0, min_loss_scale=floor)
+    for rebuild in REBUILD.values():
+        rebuilt = rebuild(loss_scale)
+        assert rebuilt.min_loss_scale == 0.25
+        assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
     assert after(rebuilt, [False] * 4).loss_scale == 0.25
 
 
@@ -221,12 +218,6 @@ def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter, traces):
         assert loss_scale.counter.dtype == jnp.int32
     assert len(traced) == traces
     assert loss_scale.loss_scale == 2.0**14
-
-
-@pytest.mark.filterwarnings("ignore:Expected floating type for loss_scale")
-def test_an_integer_scale_becomes_float32():
-    loss_scale = jmp.DynamicLossScale(1, min_loss_scale=0.25).adjust(False)
-    assert (loss_scale.loss_scale, loss_scale.loss_scale.dtype) == (0.5, jnp.float32)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +347,11 @@ def test_no_loss_scale_returns_the_same_objects():
     assert loss_scale.loss_scale == 1
 
 
+def test_a_static_scale_never_changes():
+    loss_scale = jmp.StaticLossScale(8.0)
+    assert loss_scale.adjust(False) is loss_scale
+
+
 def test_select_tree_takes_one_tree_or_the_other():
     a, b = {"x": jnp.ones(2), "y": None}, {"x": jnp.zeros(2), "y": None}
     assert_same_bits(jmp.select_tree(jnp.bool_(True), a, b), a)
@@ -389,8 +385,10 @@ def test_select_tree_refuses_a_wrong_verdict_or_dtype(pred, new, error, message)
 @pytest.mark.parametrize("value", [1, np.int32(1), jnp.int32(1)])
 def test_an_integer_scale_or_floor_warns_in_the_callers_file(value):
     with pytest.warns(UserWarning, match="type for loss_scale, got int32") as caught:
-        jmp.DynamicLossScale(value)
+        loss_scale = jmp.DynamicLossScale(value, min_loss_scale=0.25)
     assert caught[0].filename == __file__
+    adjusted = loss_scale.adjust(False).loss_scale
+    assert (adjusted, adjusted.dtype) == (0.5, jnp.float32)
     with pytest.warns(UserWarning, match="floating type for min_loss_scale, got int32"):
         jmp.DynamicLossScale(8.0, min_loss_scale=value)
 

@@ -95,6 +95,7 @@ def test_finite_steps_are_those_of_the_bare_optimizer(stable, forward):
         np.testing.assert_allclose(params[name], param, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # It trains two models to the end.
 def test_float16_products_with_a_guide_of_numpyro_reach_the_elbo_of_float32():
     def train(optimizer, predict):
         model = regression(predict)

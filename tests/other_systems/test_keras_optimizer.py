@@ -260,8 +260,8 @@ def test_a_fixed_scale_is_unscaled_and_never_skips(options):
 
 R_DEFAULTS = dict.fromkeys(
     [
-        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "use_ema"),
-        *("ema_momentum", "ema_overwrite_frequency", "loss_scale_factor"),
+        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum"),
+        *("ema_overwrite_frequency", "loss_scale_factor"),
         "gradient_accumulation_steps",
     ]
 )
@@ -300,10 +300,6 @@ REFUSED = [
     ({"learning_rate": -0.1}, "`learning_rate` must be finite, at least 0"),
     ({"dynamic": False}, "`initial_scale` must be given with `dynamic=False`"),
     (
-        {"dynamic": False, "initial_scale": 2.0, "dynamic_growth_steps": 5},
-        "`dynamic_growth_steps` must be None with `dynamic=False`, got 5",
-    ),
-    (
         {"loss_scale_factor": 2.0, "initial_scale": 4.0},
         "`initial_scale` must be None with `loss_scale_factor`, got 4.0",
     ),
@@ -313,7 +309,6 @@ REFUSED = [
     ),
     ({"loss_scale_factor": 0.0}, "`loss_scale_factor` must be positive"),
     ({"initial_scale": np.inf}, "`initial_scale` must be positive"),
-    ({"dynamic_growth_steps": 0}, "`dynamic_growth_steps` must be at least 1"),
     ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at"),
     ({"ema_overwrite_frequency": 0}, "`ema_overwrite_frequency` must be at least 1"),
     ({"ema_momentum": 1.01}, "`ema_momentum` must be .* at most 1, got 1.01"),
@@ -368,31 +363,19 @@ def test_missing_params_are_named(options):
 
 @pytest.fixture
 def several_averages():
-    """Parameters and states of two optimizers with averages, one without, and none."""
+    """Parameters and states of two optimizers with averages, and one without."""
     averaging = ols.loss_scale_optimizer(
         optax.sgd(1.0), 1.0, use_ema=True, ema_momentum=0.5
     )
-    optimizers = {
-        "generator": averaging,
-        "critic": averaging,
-        "encoder": ols.loss_scale_optimizer(optax.sgd(1.0), 1.0),
-    }
-    tx = optax.partition(optimizers, {name: name for name in optimizers})
-    params = {name: jnp.ones(1) for name in optimizers}
+    plain = ols.loss_scale_optimizer(optax.sgd(1.0), 1.0)
+    parts = {"generator": averaging, "critic": averaging, "encoder": plain}
+    tx = optax.partition(parts, {name: name for name in parts})
+    params = {name: jnp.ones(1) for name in parts}
     opt_state = tx.init(params)
-    for _ in range(2):
+    for _ in range(2):  # Each goes from 1 to 0 to 0, and is averaged from 0 on.
         updates, opt_state = tx.update(params, opt_state, params)
         params = optax.apply_updates(params, updates)
     return params, opt_state
-
-
-def test_of_several_averages_one_is_picked_by_its_path(several_averages):
-    _, opt_state = several_averages
-    for name in ("generator", "critic"):
-        # The parameter goes from 1 to 0 to 0, and is averaged from 0 on.
-        average = ols.ema_params(opt_state, path=f"inner_states/{name}")
-        assert average[name] == 0.0
-        assert jax.tree.leaves(average) == [0.0]
 
 
 def test_several_averages_name_the_path_that_picks_one(several_averages):
@@ -400,13 +383,9 @@ def test_several_averages_name_the_path_that_picks_one(several_averages):
     with pytest.raises(ValueError, match=r"got 2, at `.inner_states\['critic") as error:
         ols.ema_params(opt_state)
     (path,) = re.findall("path='(.*)'", str(error.value))
-    assert ols.ema_params(opt_state, path=path)["critic"] == 0.0
-
-
-@pytest.mark.parametrize("path", ["inner_states/encoder", "elsewhere"])
-def test_a_path_without_an_average_names_those_that_have_one(several_averages, path):
-    with pytest.raises(ValueError, match=r"got none there, but some at `.inn"):
-        ols.ema_params(several_averages[1], path=path)
+    average = ols.ema_params(opt_state, path=path)
+    assert average["critic"] == 0.0
+    assert jax.tree.leaves(average) == [0.0]
 
 
 def test_several_averages_are_finalized_one_after_the_other(several_averages):
@@ -417,6 +396,12 @@ def test_several_averages_are_finalized_one_after_the_other(several_averages):
     assert params == {"generator": 0.0, "critic": 0.0, "encoder": start["encoder"]}
 
 
+@pytest.mark.parametrize("path", ["elsewhere", "inner_states/encoder"])
+def test_a_path_without_an_average_names_those_that_have_one(several_averages, path):
+    with pytest.raises(ValueError, match="got none there, but some at `.inn"):
+        ols.ema_params(several_averages[1], path=path)
+
+
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
@@ -425,7 +410,7 @@ def test_several_averages_are_finalized_one_after_the_other(several_averages):
         (0, TypeError, "`path` must be a string"),
     ],
 )
-def test_finalize_params_refuses_a_path_that_picks_none(
+def test_finalize_params_refuses_a_path_that_does_not_pick_one(
     several_averages, path, error, message
 ):
     params, opt_state = several_averages
@@ -442,20 +427,22 @@ def test_without_an_average_there_is_none_and_the_parameters_are_final():
 
 
 @pytest.mark.parametrize(
-    ("params", "opt_state", "message"),
+    ("params", "message"),
     [
-        (jnp.ones(1), jnp.ones(1), "must hold a LossScaleState"),
-        ({"a": jnp.ones(2)}, None, "`params` must have the tree structure of"),
-        (jnp.ones(5), None, r"got shape \(5,\) for \(2,\)"),
+        ({"a": jnp.ones(2)}, "`params` must have the tree structure of"),
+        (jnp.ones(5), r"got shape \(5,\) for \(2,\)"),
     ],
-    ids=["no state", "structure", "shape"],
+    ids=["structure", "shape"],
 )
-def test_finalize_params_refuses_what_does_not_fit(params, opt_state, message):
-    if opt_state is None:
-        opt_state = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
-        opt_state = opt_state.init(jnp.ones(2))
+def test_finalize_params_refuses_parameters_that_do_not_fit(params, message):
+    tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True)
     with pytest.raises(ValueError, match=message):
-        ols.finalize_params(params, opt_state)
+        ols.finalize_params(params, tx.init(jnp.ones(2)))
+
+
+def test_finalize_params_refuses_a_tree_without_an_optimizer_state():
+    with pytest.raises(ValueError, match="must hold a LossScaleState"):
+        ols.finalize_params(jnp.ones(1), jnp.ones(1))
 
 
 def test_an_average_that_was_restored_as_numbers_is_finalized():

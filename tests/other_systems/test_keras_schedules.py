@@ -72,13 +72,6 @@ def test_a_schedule_of_weight_decay_is_read_at_2_5_and_8():
     assert updates == [0, 0, 2, 0, 0, 5, 0, 0, 8]
 
 
-def test_the_schedule_of_the_wrapper_and_that_of_the_optimizer_agree():
-    # The decay alone moves the parameter by its own rate; sgd by that of the gradient.
-    tx = make(optax.sgd(step_itself), weight_decay=1.0, learning_rate=step_itself)
-    updates, _ = all_updates(tx, 9, param=1.0)
-    assert updates == [0, 0, -4, 0, 0, -10, 0, 0, -16]
-
-
 SGD = make(optax.sgd(step_itself))
 
 

@@ -127,6 +127,7 @@ def test_a_mask_works_in_an_nnx_optimizer(make_mask):
     np.testing.assert_array_equal(model.bias[...], 1.0)
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):

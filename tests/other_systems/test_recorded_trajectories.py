@@ -1,5 +1,6 @@
 """Replays every recorded trajectory of the real systems; see data/README.md."""
 
+import functools
 import json
 import pathlib
 
@@ -90,13 +91,19 @@ def test_the_scale_of_a_preset_follows_its_system(system, trace):
 
 
 INNER = {
-    "sgd": lambda learning_rate, momentum=None: optax.sgd(learning_rate, momentum),
+    "sgd": optax.sgd,
     "sgd_momentum": optax.sgd,
     # Keras's epsilon. The systems add it in different places, so results agree only to
     # about 1e-5.
-    "adam": lambda learning_rate: optax.adam(learning_rate, eps=1e-7),
+    "adam": functools.partial(optax.adam, eps=1e-7),
     "adamw": optax.adamw,
 }
+
+
+def clipped(inner, max_norm):
+    if max_norm is None:
+        return inner
+    return optax.chain(optax.clip_by_global_norm(max_norm), inner)
 
 
 def trajectories(system):
@@ -154,7 +161,7 @@ class Run:
             yield i
 
 
-@pytest.mark.fast_every(3)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("trajectory", trajectories("keras"))
 def test_loss_scale_optimizer_follows_keras(trajectory):
     options, kwargs = trajectory["options"], trajectory["inner_kwargs"]
@@ -217,9 +224,7 @@ def test_schedules_and_excluded_parameters_follow_keras(trajectory):
 @pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
 def test_parameters_and_scale_follow_tf_keras(trajectory):
     inner = INNER[trajectory["inner"]](**trajectory["inner_kwargs"])
-    if "global_clipnorm" in trajectory["options"]:
-        clip = optax.clip_by_global_norm(trajectory["options"]["global_clipnorm"])
-        inner = optax.chain(clip, inner)
+    inner = clipped(inner, trajectory["options"].get("global_clipnorm"))
     rule = ols.presets.tf_keras(**trajectory["config"])
     run = Run(trajectory, ols.loss_scaled(inner, rule))
     skipped = False
@@ -240,10 +245,7 @@ def torch_inner(trajectory):
     kwargs["learning_rate"] = kwargs.pop("lr")
     inner = {"sgd": optax.sgd, "adam": optax.adam, "adamw": optax.adamw}
     inner = inner[trajectory["inner"]](**kwargs)
-    if "clip_grad_norm" in trajectory["options"]:
-        clip = optax.clip_by_global_norm(trajectory["options"]["clip_grad_norm"])
-        inner = optax.chain(clip, inner)
-    return inner
+    return clipped(inner, trajectory["options"].get("clip_grad_norm"))
 
 
 SHARED = [t for t in trajectories("torch") if "two_optimizers" in t.id]
