@@ -398,7 +398,7 @@ def test_several_averages_are_finalized_one_after_the_other(several_averages):
 
 @pytest.mark.parametrize("path", ["elsewhere", "inner_states/encoder"])
 def test_a_path_without_an_average_names_those_that_have_one(several_averages, path):
-    with pytest.raises(ValueError, match="got none there, but some at `.inn"):
+    with pytest.raises(ValueError, match=r"got none there, but some at `.inn"):
         ols.ema_params(several_averages[1], path=path)
 
 
