@@ -1,5 +1,6 @@
 """`compat.numpyro.optax_to_numpyro` in place of NumPyro's function of that name."""
 
+import functools
 import importlib
 import sys
 
@@ -27,11 +28,7 @@ Y = X @ WEIGHTS + 0.3 * jax.random.normal(jax.random.key(1), (N,))
 BAD_X = X.at[0, 0].set(jnp.nan)
 
 
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """NumPyro relies on it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def predict(x, weights):
@@ -65,12 +62,13 @@ def loss_scaled(inner, rule=None):
     return compat.optax_to_numpyro(ols.loss_scaled(inner, rule))
 
 
-def run(svi, steps, **kwargs):
-    return svi.run(jax.random.key(2), steps, X, Y, progress_bar=False, **kwargs)
-
-
-def after_a_step(svi, update):
-    return jax.jit(lambda key: update(svi.init(key, X, Y), X, Y)[0])(jax.random.key(2))
+@functools.cache
+def trained(update="update"):
+    """An inference, its compiled update, and its state after one step."""
+    svi = inference(loss_scaled(optax.adam(0.05)))
+    init = jax.jit(lambda key: svi.init(key, X, Y))
+    update = jax.jit(getattr(svi, update))
+    return svi, update, update(init(jax.random.key(2)), X, Y)[0]
 
 
 @pytest.mark.parametrize(("stable", "forward"), [(False, False), (True, True)])
@@ -78,8 +76,15 @@ def test_finite_steps_are_those_of_the_bare_optimizer(stable, forward):
     # SGD, unlike Adam, would show gradients that are wrong by a factor.
     def losses_and_params(optimizer):
         svi = inference(optimizer)
-        kwargs = {"stable_update": stable, "forward_mode_differentiation": forward}
-        result = jax.jit(lambda: run(svi, 20, **kwargs))()
+        result = svi.run(
+            jax.random.key(2),
+            20,
+            X,
+            Y,
+            progress_bar=False,
+            stable_update=stable,
+            forward_mode_differentiation=forward,
+        )
         return result.losses, svi.get_params(result.state)
 
     losses, params = losses_and_params(loss_scaled(optax.sgd(1e-4)))
@@ -90,10 +95,12 @@ def test_finite_steps_are_those_of_the_bare_optimizer(stable, forward):
         np.testing.assert_allclose(params[name], param, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow  # It trains two models to the end.
 def test_float16_products_with_a_guide_of_numpyro_reach_the_elbo_of_float32():
     def train(optimizer, predict):
         model = regression(predict)
-        result = run(inference(optimizer, model, AutoNormal(model)), 600)
+        svi = inference(optimizer, model, AutoNormal(model))
+        result = svi.run(jax.random.key(2), 600, X, Y, progress_bar=False)
         np.testing.assert_allclose(result.params["w_auto_loc"], WEIGHTS, atol=0.06)
         return result
 
@@ -108,9 +115,7 @@ def test_float16_products_with_a_guide_of_numpyro_reach_the_elbo_of_float32():
 
 @pytest.mark.parametrize("name", ["update", "stable_update"])
 def test_a_nan_batch_changes_only_the_scale_and_the_counts(name):
-    svi = inference(loss_scaled(optax.adam(0.05)))
-    update = jax.jit(getattr(svi, name))
-    old = after_a_step(svi, update)
+    svi, update, old = trained(name)
     new, loss = update(old, BAD_X, Y)
     assert np.isnan(loss)
     _, (params, opt_state) = new.optim_state
@@ -124,9 +129,7 @@ def test_a_nan_batch_changes_only_the_scale_and_the_counts(name):
 
 
 def test_the_loss_scale_is_found_in_the_state_of_svi():
-    svi = inference(loss_scaled(optax.adam(0.05)))
-    update = jax.jit(svi.update)
-    old = after_a_step(svi, update)
+    _, update, old = trained()
     for state in (old, old.optim_state):
         assert ols.find_loss_scale_state(state).step_count == 1
         assert ols.loss_scale_metrics(state)["loss_scale"] == SCALE
@@ -144,11 +147,10 @@ def test_where_applied_keeps_the_mutable_state():
         statistics["mean"] = 0.9 * statistics["mean"] + 0.1 * x.mean(0)
         MODEL(x, y)
 
-    svi = inference(loss_scaled(optax.adam(0.05)), model)
-    update = jax.jit(svi.update)
-    old = after_a_step(svi, update)
-    assert np.any(old.mutable_state["statistics"]["mean"] != 0)
-    new, _ = update(old, BAD_X, Y)
+    svi = inference(loss_scaled(optax.sgd(1e-4)), model)
+    old = svi.init(jax.random.key(2), X, Y)
+    new, _ = jax.jit(svi.update)(old, BAD_X, Y)
+    assert np.isnan(new.mutable_state["statistics"]["mean"][0])
     kept = ols.where_applied(new, new.mutable_state, old.mutable_state)
     assert_same_bits(kept, old.mutable_state)
 

@@ -1,5 +1,6 @@
 """Replays every recorded trajectory of the real systems; see data/README.md."""
 
+import functools
 import json
 import pathlib
 
@@ -46,16 +47,6 @@ def read(name):
     return json.loads((DATA / f"{name}.json").read_text())
 
 
-def steps_inside(scales):
-    """Number of steps for which the recorded scales are usable in float32."""
-    inside = (scales > 2.0**-126) & (scales < 2.0**126)
-    return len(scales) if inside.all() else int(np.argmin(inside))
-
-
-def is_power_of_two(value):
-    return np.frexp(value)[0] == 0.5
-
-
 KINDS = 7  # The fast command replays one trace of each kind, the slow one the rest.
 TRACES = [
     pytest.param(
@@ -82,34 +73,37 @@ def test_the_scale_of_a_preset_follows_its_system(system, trace):
     config = dict(trace["config"])
     for name in NO_SETTING.get(system, []):
         del config[name]
-    rule = PRESETS[system](**config)
-    states = states_after(rule, trace["finite"])
-    ours = np.asarray(states.loss_scale, np.float64)
-    exact = all(
-        is_power_of_two(value) for name, value in config.items() if "factor" in name
-    )
+    states = states_after(PRESETS[system](**config), trace["finite"])
+    factors = [value for name, value in config.items() if "factor" in name]
+    is_exact = all(np.frexp(factor)[0] == 0.5 for factor in factors)
     for key in SCALES.get(system, ["scale"]):
         real = np.asarray([float(scale) for scale in trace[key]])
-        steps = steps_inside(real)
+        inside = (real > 2.0**-126) & (real < 2.0**126)  # Usable in float32.
+        steps = len(real) if inside.all() else int(np.argmin(inside))
         assert steps >= 5
-        real = real[:steps]
+        ours, real = np.asarray(states.loss_scale)[:steps], np.float32(real[:steps])
         changes = np.cumsum(np.diff(real, prepend=real[:1]) != 0) + 1
-        ulp = np.spacing(real.astype(np.float32)).astype(np.float64)
-        allowed = 0 if exact else changes * ulp
-        assert np.all(np.abs(ours[:steps] - real) <= allowed)
+        allowed = 0 if is_exact else changes * np.spacing(real)
+        assert np.all(np.abs(ours - real) <= allowed)
     if system in COUNTERS:
         count = states.rule_state.growth_count
         assert count[:steps].tolist() == trace[COUNTERS[system]][:steps]
 
 
 INNER = {
-    "sgd": lambda learning_rate, momentum=None: optax.sgd(learning_rate, momentum),
+    "sgd": optax.sgd,
     "sgd_momentum": optax.sgd,
     # Keras's epsilon. The systems add it in different places, so results agree only to
     # about 1e-5.
-    "adam": lambda learning_rate: optax.adam(learning_rate, eps=1e-7),
+    "adam": functools.partial(optax.adam, eps=1e-7),
     "adamw": optax.adamw,
 }
+
+
+def clipped(inner, max_norm):
+    if max_norm is None:
+        return inner
+    return optax.chain(optax.clip_by_global_norm(max_norm), inner)
 
 
 def trajectories(system):
@@ -138,17 +132,18 @@ class Run:
         self.real = [arrays(params, self.shapes) for params in trajectory["params"]]
         self.real_scale = trajectory["scale"]
         self.tx = lenient(tx)
-        self.params = [
-            jnp.asarray(array)
-            for array in arrays(trajectory["init_params"], self.shapes)
-        ]
+        first = arrays(trajectory["init_params"], self.shapes)
+        self.params = [jnp.asarray(array) for array in first]
         self.opt_state = self.tx.init(self.params)
-        self.update = jax.jit(self.tx.update)
+        self.update = jax.jit(self._update)
+
+    def _update(self, grads, opt_state, params):
+        grads = ols.scale(grads, opt_state)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
     def step(self, grads):
-        grads = ols.scale([jnp.asarray(grad) for grad in grads], self.opt_state)
-        updates, self.opt_state = self.update(grads, self.opt_state, self.params)
-        self.params = optax.apply_updates(self.params, updates)
+        self.params, self.opt_state = self.update(grads, self.opt_state, self.params)
 
     def assert_params_after(self, i):
         for ours, real in zip(self.params, self.real[i], strict=True):
@@ -156,6 +151,14 @@ class Run:
 
     def assert_scale_after(self, i):
         assert ols.get_loss_scale(self.opt_state) == self.real_scale[i]
+
+    def steps(self):
+        """Makes and checks every step; yields its number."""
+        for i, grads in enumerate(self.grads):
+            self.step(grads)
+            self.assert_params_after(i)
+            self.assert_scale_after(i)
+            yield i
 
 
 @pytest.mark.fast_every(5)
@@ -170,26 +173,20 @@ def test_loss_scale_optimizer_follows_keras(trajectory):
         **options,
     )
     run = Run(trajectory, tx)
-    for i, grads in enumerate(run.grads):
-        run.step(grads)
-        run.assert_params_after(i)
-        run.assert_scale_after(i)
+    window = options.get("gradient_accumulation_steps", 1)
+    for i in run.steps():
         state = ols.find_loss_scale_state(run.opt_state)
         finite_steps = state.step_count - state.total_notfinite
-        window = options.get("gradient_accumulation_steps", 1)
         assert finite_steps // window == trajectory["iterations"][i]
     finalized = ols.finalize_params(run.params, run.opt_state)
     if "ema" not in trajectory:
         assert finalized is run.params
         return
-    for ours, key in (
-        (ols.ema_params(run.opt_state), "ema"),
-        (finalized, "finalized_params"),
-    ):
-        for average, real in zip(
-            ours, arrays(trajectory[key], run.shapes), strict=True
-        ):
-            np.testing.assert_allclose(average, real, rtol=1e-5, atol=1e-5)
+    real = trajectory["ema"], trajectory["finalized_params"]
+    ours = ols.ema_params(run.opt_state), finalized
+    for average, expected in zip(ours, real, strict=True):
+        for one, other in zip(average, arrays(expected, run.shapes), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.fast_every(2)
@@ -220,18 +217,14 @@ def test_schedules_and_excluded_parameters_follow_keras(trajectory):
         **options,
     )
     run = Run(trajectory, tx)
-    for i, grads in enumerate(run.grads):
-        run.step(grads)
-        run.assert_params_after(i)
-        run.assert_scale_after(i)
+    assert list(run.steps()) == list(range(len(run.grads)))
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
 def test_parameters_and_scale_follow_tf_keras(trajectory):
     inner = INNER[trajectory["inner"]](**trajectory["inner_kwargs"])
-    if "global_clipnorm" in trajectory["options"]:
-        clip = optax.clip_by_global_norm(trajectory["options"]["global_clipnorm"])
-        inner = optax.chain(clip, inner)
+    inner = clipped(inner, trajectory["options"].get("global_clipnorm"))
     rule = ols.presets.tf_keras(**trajectory["config"])
     run = Run(trajectory, ols.loss_scaled(inner, rule))
     skipped = False
@@ -252,15 +245,15 @@ def torch_inner(trajectory):
     kwargs["learning_rate"] = kwargs.pop("lr")
     inner = {"sgd": optax.sgd, "adam": optax.adam, "adamw": optax.adamw}
     inner = inner[trajectory["inner"]](**kwargs)
-    if "clip_grad_norm" in trajectory["options"]:
-        clip = optax.clip_by_global_norm(trajectory["options"]["clip_grad_norm"])
-        inner = optax.chain(clip, inner)
-    return inner
+    return clipped(inner, trajectory["options"].get("clip_grad_norm"))
 
 
+SHARED = [t for t in trajectories("torch") if "two_optimizers" in t.id]
+
+
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize(
-    "trajectory",
-    [t for t in trajectories("torch") if "two_optimizers" not in t.id],
+    "trajectory", [t for t in trajectories("torch") if "two_optimizers" not in t.id]
 )
 def test_parameters_and_scale_follow_torch(trajectory):
     rule = ols.presets.torch(**trajectory["config"])
@@ -279,9 +272,7 @@ def test_parameters_and_scale_follow_torch(trajectory):
         assert rule_state.growth_count == trajectory["growth_tracker"][i]
 
 
-@pytest.mark.parametrize(
-    "trajectory", [t for t in trajectories("torch") if "two_optimizers" in t.id]
-)
+@pytest.mark.parametrize("trajectory", SHARED)
 def test_two_optimizers_under_one_scale_follow_torch(trajectory):
     # The recipe in docs/migration/pytorch.md.
     rule = ols.presets.torch(**trajectory["config"])
