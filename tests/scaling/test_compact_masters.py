@@ -14,7 +14,6 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import IS_JAX_0_7
 from helpers.inner import adam, lenient
-from helpers.programs import casts_left_out_on_gpu
 from helpers.steps import apply, eager_and_jitted, steps
 
 RNG = np.random.default_rng(0)
@@ -415,10 +414,3 @@ def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
     optimizer.opt_state = state
     assert_same_bits(ols.full_masters(params, optimizer.opt_state), halved)
     step(model, optimizer, jnp.ones((2, 4), jnp.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_xla_can_leave_out_no_cast_of_a_step(dtype):
-    tx = ols.loss_scaled(compact(lenient(optax.sgd(1.0))))
-    params = jnp.ones(2, dtype)
-    assert casts_left_out_on_gpu(tx.update, params, tx.init(params), params) == 0
