@@ -1,7 +1,6 @@
 """The checks of settings by themselves; each setting is tested with its rule."""
 
 import functools
-import os
 import shutil
 import sys
 from argparse import ArgumentTypeError
@@ -83,28 +82,6 @@ def test_an_output_file_that_can_be_written_is_neither_made_nor_changed(tmp_path
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("missing/file.json", "No such file or directory"),
-        (".", "Is a directory"),
-        ("file/file.json", "Not a directory"),
-        ("x" * 300, "File name too long"),
-    ],
-)
-def test_an_output_file_that_cannot_be_written_is_refused(tmp_path, name, reason):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentTypeError, match=f"cannot write .*: {reason}"):
-        check_output_file(str(tmp_path / name))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_file_without_permission_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ArgumentTypeError, match=r"cannot write .*: Permission denied"):
-        check_output_file(str(tmp_path / "file.json"))
-
-
 # An empty picture is drawn without LaTeX.
 NEEDS_LATEX = pytest.mark.skipif(
     shutil.which("xelatex") is not None, reason="LaTeX is installed"
@@ -114,7 +91,6 @@ NEEDS_LATEX = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("picture.docx", "Format 'docx' is not supported"),
         ("picture", "its name must have an ending such as .png"),
         pytest.param("picture.pgf", "xelatex", marks=NEEDS_LATEX),
     ],

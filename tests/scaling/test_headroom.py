@@ -1,5 +1,6 @@
 """The headroom rule."""
 
+import functools
 import math
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
@@ -153,56 +154,22 @@ def train(rule, true_maxima):
     return jax.lax.scan(step, rule.init(), jnp.asarray(true_maxima, jnp.float32))[1]
 
 
-TORCH, HEADROOM = ols.presets.torch(), ols.headroom_loss_scale()
-
-
-@jax.jit
-@jax.vmap
-def train_both(true_maxima):
-    return train(TORCH, true_maxima), train(HEADROOM, true_maxima)
-
-
-def both(true_maxima):
-    """What `train` gives for the rule of torch and for ours, as NumPy arrays."""
-    return jax.device_get(train_both(np.asarray(true_maxima, np.float32)))
-
-
+# The hardest histories of all are searched for in benchmarks/hardest_histories.py.
 @pytest.mark.parametrize("level", [0, 30])
 def test_headroom_loses_no_more_to_nan_batches_than_the_rule_of_torch(level):
     periods = [100, 500, 2300]
     maxima = np.full((len(periods), 10_000), 65504 * 2.0**-level, np.float32)
     for row, period in zip(maxima, periods, strict=True):
         row[period - 1 :: period] = np.nan
-    torch, ours = both(maxima)
-    assert np.all(ours[2].sum(axis=1) <= torch[2].sum(axis=1))
+    (torch, _, lost_by_torch), (ours, _, lost_by_us) = (
+        jax.device_get(jax.jit(jax.vmap(functools.partial(train, rule)))(maxima))
+        for rule in (ols.presets.torch(), ols.headroom_loss_scale())
+    )
+    assert np.all(lost_by_us.sum(axis=1) <= lost_by_torch.sum(axis=1))
     unused = [
-        np.nanmean(np.log2(65504 / maxima / scales), axis=1)
-        for scales, _, _ in (torch, ours)
+        np.nanmean(np.log2(65504 / maxima / scales), axis=1) for scales in (torch, ours)
     ]
     assert np.all(unused[1] <= unused[0] + 1)
-
-
-def test_bad_batches_in_turn_with_good_ones_cause_no_update_of_zeros():
-    maxima = np.full(4000, 0.125)
-    maxima[500:540:2] = np.nan
-    torch, ours = both([maxima])
-    assert (torch[2].sum(), ours[2].sum()) == (0, 0)
-
-
-# A symbol stands for many steps, so that a history has many regimes. The numbers are
-# bits below the largest magnitude that float16 can hold without a scale.
-symbols = st.sampled_from([math.nan, math.nan, 0.0, 8.0, 16.0, 24.0, 30.0])
-segments = st.tuples(st.lists(symbols, min_size=1, max_size=4), st.integers(1, 120))
-STEPS = 2000
-
-
-@given(st.lists(segments, min_size=1, max_size=30))
-def test_updates_are_zero_for_at_most_the_recent_steps_where_torch_has_none(history):
-    bits = [bit for pattern, times in history for bit in pattern * times][:STEPS]
-    bits += [history[0][0][0]] * (STEPS - len(bits))
-    torch, ours = both([65504 * 2.0 ** -np.asarray(bits)])
-    assume(not np.any(torch[2]))
-    assert ours[2].sum() <= 64
 
 
 def test_a_sudden_rise_of_nine_bits_costs_at_most_three_skips():

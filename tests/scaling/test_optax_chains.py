@@ -75,41 +75,6 @@ def test_without_an_inner_optimizer_it_cannot_stop_the_optimizers_after_it():
     assert optax.tree.get(state.inner_state, "count") == 1
 
 
-def test_a_step_written_by_hand_with_the_pure_functions_skips_a_bad_step():
-    optimizer = adam()
-    params, opt_state, state = PARAMS, optimizer.init(PARAMS), RULE.init()
-
-    @jax.jit
-    def step(params, opt_state, state, poison):
-        def loss_fn(params):
-            return sum(jnp.sum(p**2) for p in jax.tree.leaves(params)) * poison
-
-        grads = jax.grad(lambda params: ols.scale(loss_fn(params), state))(params)
-        grads = ols.unscale(grads, state)
-        finite = ols.all_finite(grads)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new = (optax.apply_updates(params, updates), new_opt_state)
-        params, opt_state = optax.tree.where(finite, new, (params, opt_state))
-        return params, opt_state, RULE.adjust(state, finite)
-
-    good = step(params, opt_state, state, 1.0)
-    bad = step(*good, jnp.inf)
-    assert_same_bits(bad[:2], good[:2])
-    assert bad[2].loss_scale == SCALE / 2
-
-
-def test_apply_if_finite_outside_hides_bad_steps_from_the_rule():
-    history = [False, False, False]
-    outside = optax.apply_if_finite(ols.loss_scaled(adam(), RULE), 9)
-    with pytest.warns(UserWarning, match="must not be outside"):
-        _, state = run(outside, history)
-    assert ols.get_loss_scale(state) == SCALE
-    assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
-    _, state = run(ols.loss_scaled(optax.apply_if_finite(adam(), 9), RULE), history)
-    assert ols.get_loss_scale(state) == SCALE / 8
-    assert ols.loss_scale_metrics(state)["total_notfinite"] == 3
-
-
 MONITORS = {
     "norm": optax.tree.norm,
     "average": optax.measure_with_ema(optax.tree.norm, decay=0.5),

@@ -1,10 +1,12 @@
 """scale and unscale, leaf by leaf."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compat import enable_x64
@@ -128,3 +130,25 @@ def test_without_a_loss_scale_there_is_nothing_to_unscale_twice():
     state = ols.no_loss_scale().init()
     grads = ols.unscale(ols.unscale(jnp.ones(2), state), state)
     np.testing.assert_array_equal(grads, [1.0, 1.0])
+
+
+def is_weight(path, _):
+    return "bias" not in jax.tree_util.keystr(path)
+
+
+def test_a_mask_can_be_an_equinox_module_although_it_is_callable():
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    mask = jax.tree.map_with_path(is_weight, model)
+    assert callable(mask)
+    unscaled = ols.unscale(model, STATE, mask=mask)
+    np.testing.assert_array_equal(unscaled.weight, model.weight * 2.0**-10)
+    np.testing.assert_array_equal(unscaled.bias, model.bias)
+
+
+def test_a_mask_can_hold_its_bools_in_flax_variables():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 4.0), nnx.state(model, nnx.Param))
+    mask = jax.tree.map_with_path(is_weight, grads)
+    unscaled = ols.unscale(grads, STATE, mask=mask)
+    np.testing.assert_array_equal(unscaled["kernel"][...], np.full((2, 2), 2.0**-8))
+    np.testing.assert_array_equal(unscaled["bias"][...], [4.0, 4.0])

@@ -173,19 +173,6 @@ def test_an_unusable_scale_skips_a_step_whose_gradients_are_unscaled_already():
     assert ols.get_loss_scale(new) == 2.0**9
 
 
-def test_a_verdict_from_before_a_clip_by_value_keeps_an_overflow_from_hiding():
-    tx = ols.loss_scaled(optax.sgd(1.0), ols.dynamic_loss_scale(2.0**10))
-    opt_state = tx.init(PARAMS)
-    grads = ols.unscale(jnp.asarray([jnp.inf, 1.0]), opt_state)
-    finite = ols.all_finite(grads)
-    clipped, _ = optax.clip(0.5).update(grads, optax.EmptyState())
-    updates, new = tx.update(
-        clipped, opt_state, PARAMS, grads_unscaled=True, grads_finite=finite
-    )
-    np.testing.assert_array_equal(updates, [0.0, 0.0])
-    assert ols.get_loss_scale(new) == 2.0**9
-
-
 def test_a_step_with_verdicts_can_be_scanned():
     tx, opt_state = make("dynamic")
 
