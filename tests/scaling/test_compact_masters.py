@@ -18,12 +18,6 @@ from helpers.steps import apply, eager_and_jitted, steps
 
 RNG = np.random.default_rng(0)
 HALVES = [jnp.float16, jnp.bfloat16]
-OPTIMIZERS = {
-    "sgd": lambda: lenient(optax.sgd(2.0**-8)),
-    "momentum": lambda: lenient(optax.sgd(2.0**-8, momentum=0.9)),
-    "adamw": lambda: lenient(optax.adamw(1e-3)),
-    "lion": lambda: lenient(optax.lion(1e-3)),
-}
 
 
 def compact(inner):
@@ -40,17 +34,17 @@ def values(dtype, size=2000):
     return jnp.asarray(np.concatenate([numbers, [0.0, -0.0, 1.0, -1.0]]), dtype)
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(2)
 @eager_and_jitted
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_inner_optimizer_sees_the_masters_that_it_sees_without_compact(
-    name, dtype, run
+    make, dtype, run
 ):
-    params = values(dtype)
-    grads = jnp.asarray(RNG.normal(size=(15, params.size)), dtype)
-    full = steps(ols.master_weights(OPTIMIZERS[name]()), params, grads, run=run)
-    own = steps(compact(OPTIMIZERS[name]()), params, grads, run=run)
+    params, inner = values(dtype), lenient(make(2.0**-8))
+    grads = jnp.asarray(RNG.normal(size=(8, params.size)), dtype)
+    full = steps(ols.master_weights(inner), params, grads, run=run)
+    own = steps(compact(inner), params, grads, run=run)
     for (_, full_state), (own_params, own_state) in zip(full, own, strict=True):
         master = ols.full_masters(own_params, own_state)
         expected = full_state.master_params
@@ -77,18 +71,21 @@ def test_ties_in_bfloat16_go_away_from_zero_and_masters_stay_those_of_full_maste
 
 @eager_and_jitted
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_master_is_nearest_to_its_parameter_after_a_step_of_any_size(dtype, run):
+def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, run):
     bits = RNG.integers(0, 2**16, size=(2, 50_000)).astype(np.uint16)
     start, target = (np.nan_to_num(x.view(dtype).astype(np.float32)) for x in bits)
     limit = float(jnp.finfo(dtype).max) / 4  # Differences of larger values overflow.
     start, target = np.clip(start, -limit, limit), np.clip(target, -limit, limit)
+    # Half of the targets are midway between neighbours, where rounding changes.
     neighbour = np.nextafter(target.astype(dtype), np.array(np.inf, dtype))
-    between = RNG.random(50_000) * (neighbour.astype(np.float64) - target) + target
+    share = np.where(RNG.random(50_000) < 0.5, 0.5, RNG.random(50_000))
+    between = share * (neighbour.astype(np.float64) - target) + target
     params = jnp.asarray(start, dtype)
     grads = [params.astype(jnp.float32) - between.astype(np.float32)]
     sgd = lenient(optax.sgd(1.0))
     *_, (full, full_state) = steps(ols.master_weights(sgd), params, grads, run=run)
     *_, (own, own_state) = steps(compact(sgd), params, grads, run=run)
+    np.testing.assert_array_equal(full, full_state.master_params.astype(dtype))
     master = np.asarray(ols.full_masters(own, own_state))
     if dtype == jnp.float16:
         np.testing.assert_array_equal(own, master.astype(dtype))
@@ -374,7 +371,7 @@ class Model(nnx.Module):
 @jax.numpy_dtype_promotion("standard")
 def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
     model = ols.cast_params(Model(), jnp.bfloat16)
-    tx = ols.loss_scaled(compact(lenient(optax.adam(2.0**-12))))
+    tx = ols.loss_scaled(compact(lenient(optax.sgd(2.0**-12))))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def loss_fn(model, x):
@@ -382,16 +379,15 @@ def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
 
     @nnx.jit
     def step(model, optimizer, x):
-        _, grads = ols.scaled_value_and_grad(loss_fn, optimizer)(model, x)
+        grads = ols.scaled_grad(loss_fn, optimizer)(model, x)
         optimizer.update(model, grads)
 
-    for _ in range(5):
-        step(model, optimizer, jnp.ones((2, 4), jnp.bfloat16))
+    x = jnp.ones((2, 4), jnp.bfloat16)
+    step(model, optimizer, x)
     params = nnx.state(model, nnx.Param)
     masters = ols.full_masters(params, optimizer.opt_state)
     rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
     assert_same_bits(rounded, params)
-    assert (masters["dense"]["kernel"][...] != params["dense"]["kernel"][...]).any()
     assert masters["norm"]["scale"][...].dtype == jnp.float32
     halved = jax.tree.map(lambda m: m / 2, masters)
     params, state = ols.set_full_masters(params, optimizer.opt_state, halved)
@@ -399,4 +395,4 @@ def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
     nnx.update(model, params)
     optimizer.opt_state = state
     assert_same_bits(ols.full_masters(params, optimizer.opt_state), halved)
-    step(model, optimizer, jnp.ones((2, 4), jnp.bfloat16))
+    step(model, optimizer, x)

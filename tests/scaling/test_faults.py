@@ -75,5 +75,6 @@ def test_without_loss_scaling_a_damaged_scale_in_the_state_is_ignored(value):
     tx = ols.loss_scaled(adam(), ols.no_loss_scale())
     damaged = with_scale(tx.init(jnp.ones(3)), value)
     assert ols.get_loss_scale(damaged) == 1.0
+    assert ols.loss_scale_metrics(damaged)["loss_scale"] == 1.0
     loss, grads = ols.scaled_value_and_grad(jnp.sum, damaged)(jnp.ones(3))
     assert (loss, grads.tolist()) == (3.0, [1.0, 1.0, 1.0])

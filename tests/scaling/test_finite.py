@@ -29,13 +29,15 @@ def are_local(request, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn]
+)
 def test_all_finite_sees_nan_and_both_infinities_in_each_dtype(dtype, value):
     leaf = jnp.asarray([1, value, 1], dtype)
-    for bad in (leaf, jax.lax.complex(jnp.ones(3), leaf.astype(jnp.float32))):
-        tree = [jnp.ones(3), bad]
-        assert not ols.all_finite(tree)
-        assert ols.max_magnitude(tree) == jnp.inf
+    part, ones = leaf.astype(jnp.float32), jnp.ones(3)
+    for bad in (leaf, jax.lax.complex(part, ones), jax.lax.complex(ones, part)):
+        assert not ols.all_finite([ones, bad])
+        assert ols.max_magnitude([ones, bad]) == jnp.inf
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 59, 60, 69])
@@ -50,20 +52,7 @@ def test_each_of_many_leaves_of_a_shape_is_seen(where):
     assert ols.max_magnitude(tree) == jnp.inf
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        (),
-        None,
-        {},
-        jnp.zeros((0, 3)),
-        jnp.arange(3),
-        np.zeros(2, jax.dtypes.float0),
-        jax.random.key(0),
-        optax.MaskedNode(),
-    ],
-    ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
-)
+@pytest.mark.parametrize("tree", [(), None, {}, jnp.zeros((0, 3)), optax.MaskedNode()])
 def test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero(tree):
     assert ols.all_finite(tree)
     assert ols.max_magnitude(tree) == 0
@@ -83,15 +72,6 @@ def test_max_magnitude_of_a_large_finite_float64_is_finite():
         largest = jnp.finfo(jnp.float32).max
         assert ols.max_magnitude(jnp.asarray([1e300])) == largest
         assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf
-
-
-@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
-def test_the_verdict_is_a_strongly_typed_scalar_in_eager_and_jit(function):
-    tree = [jnp.ones(3), jnp.asarray([1.0, jnp.inf])]
-    eager, jitted = function(tree), jax.jit(lambda tree: function(tree))(tree)
-    assert eager.shape == ()
-    assert not eager.weak_type
-    assert_same_bits(jitted, eager)
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ["a", "b"]])

@@ -160,12 +160,6 @@ def test_a_module_beside_arrays_and_other_things_is_differentiated_with_them():
     assert (grads["n"], grads["name"]) == (None, None)
 
 
-def test_auxiliary_output_comes_with_the_loss_of_a_module():
-    fun = ols.scaled_value_and_grad(with_aux, STATE, has_aux=True)
-    (loss, aux), _ = fun(Net(), X)
-    assert loss == jnp.mean(aux["out"])
-
-
 def test_the_scale_of_each_call_is_that_of_the_optimizer_at_the_call():
     model = Net()
     tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(SCALE))
@@ -206,29 +200,6 @@ def test_a_state_is_differentiated_with_respect_to_its_parameters():
 
     grads = ols.scaled_grad(of_state, STATE)(state, X, Y)
     assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))
-
-
-def test_batch_statistics_of_a_skipped_step_are_put_back_by_where_applied():
-    model = Net()
-    tx = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(SCALE))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
-        grads = ols.scaled_grad(loss_fn, optimizer)(model, x, Y)
-        optimizer.update(model, grads)
-        new = nnx.state(model, nnx.BatchStat)
-        nnx.update(model, ols.where_applied(optimizer, new, old))
-
-    step(model, optimizer, X)
-    before = jnp.copy(model.norm.mean[...])
-    assert np.any(before != 0)
-    step(model, optimizer, X * jnp.nan)
-    assert_same_bits(model.norm.mean[...], before)
-    step(model, optimizer, X)
-    assert np.isfinite(model.norm.mean[...]).all()
-    assert np.any(model.norm.mean[...] != before)
 
 
 class EqxNet(eqx.Module):
@@ -312,22 +283,6 @@ def test_python_numbers_alone_are_differentiated_as_by_jax():
 def test_an_argument_without_anything_to_differentiate_raises_the_error_of_jax():
     with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
         ols.scaled_grad(lambda tokens: jnp.sum(tokens), STATE)(jnp.arange(3))
-
-
-def test_two_models_under_one_optimizer_have_one_scale():
-    models = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1))
-    tx = ols.loss_scaled(optax.sgd(1.0), ols.dynamic_loss_scale(SCALE))
-    optimizer = nnx.Optimizer(models, tx, wrt=nnx.Param)
-
-    def loss_of_two(one, other, factor):
-        return factor * jnp.sum(one.bias[...]) + jnp.sum(other.bias[...])
-
-    grad_fn = ols.scaled_grad(loss_of_two, optimizer, argnums=(0, 1))
-    optimizer.update(models, grad_fn(*models, jnp.inf))
-    np.testing.assert_array_equal(models[1].bias[...], [0.0, 0.0])
-    optimizer.update(models, grad_fn(*models, 2.0))
-    np.testing.assert_array_equal(models[0].bias[...], [-2.0, -2.0])
-    np.testing.assert_array_equal(models[1].bias[...], [-1.0, -1.0])
 
 
 def test_a_variable_or_module_that_an_argument_holds_twice_stays_one():

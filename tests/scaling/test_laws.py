@@ -41,6 +41,15 @@ def test_any_history_under_scan_equals_the_oracle(settings, history):
     assert list(ours) == oracle.run_dynamic(history, **settings)
 
 
+@given(strategies.dynamic_settings(), strategies.histories)
+def test_the_scale_stays_finite_and_inside_its_bounds(settings, history):
+    scales = states_after(ols.dynamic_loss_scale(**settings), history).loss_scale
+    low = min(settings["min_scale"], settings["init_scale"])
+    high = max(settings["max_scale"], settings["init_scale"])
+    assert np.all((scales >= low) & (scales <= high))
+    assert np.all(np.isfinite(scales) & (scales > 0))
+
+
 def needs_max():
     """A custom rule that needs the largest magnitude."""
     static = ols.static_loss_scale(2.0**10)

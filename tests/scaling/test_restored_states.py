@@ -67,20 +67,14 @@ def test_a_run_goes_on_with_the_same_bits_from_what_a_checkpoint_restores(
 
 
 @pytest.mark.parametrize("kind", RESTORED)
-def test_metrics_of_a_restored_state_are_those_of_its_arrays(kind):
-    _, state = trained("dynamic")
-    metrics = ols.loss_scale_metrics(RESTORED[kind](state))
-    assert_same_bits(metrics, ols.loss_scale_metrics(state))
-
-
-@pytest.mark.parametrize("kind", RESTORED)
-def test_raise_if_stalled_reads_a_restored_state(kind):
+def test_metrics_and_raise_if_stalled_read_a_restored_state(kind):
     tx, state = trained("dynamic")
     _, state = tx.update(PARAMS * jnp.nan, state)
-    state = RESTORED[kind](state)
-    ols.raise_if_stalled(state, max_consecutive=2)
+    restored = RESTORED[kind](state)
+    assert_same_bits(ols.loss_scale_metrics(restored), ols.loss_scale_metrics(state))
+    ols.raise_if_stalled(restored, max_consecutive=2)
     with pytest.raises(ols.LossScaleStalledError, match=r"the last 1 steps .* is 8192"):
-        ols.raise_if_stalled(state, max_consecutive=1)
+        ols.raise_if_stalled(restored, max_consecutive=1)
 
 
 @pytest.mark.parametrize("name", RULES)

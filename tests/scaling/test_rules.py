@@ -157,9 +157,7 @@ def test_the_counters_stop_at_the_largest_int32():
         ({"skip_nonfinite": False}, (0, 0, 3)),
     ],
 )
-def test_a_static_scale_never_changes_and_counts_skips_only_if_it_skips(
-    settings, counts
-):
+def test_a_static_scale_counts_skipped_steps_only_if_it_skips(settings, counts):
     rule = ols.static_loss_scale(128.0, **settings)
     state = rule.init()
     assert state.rule_state == ()

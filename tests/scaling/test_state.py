@@ -59,11 +59,6 @@ def test_find_returns_the_very_arrays_of_a_restored_state():
         assert all(map(operator.is_, jax.tree.leaves(found), jax.tree.leaves(state)))
 
 
-def test_get_returns_one_where_gradients_would_not_be_unscaled():
-    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.asarray(8.0))
-    assert ols.get_loss_scale(state) == 1
-
-
 @pytest.mark.parametrize(
     "wrap",
     [

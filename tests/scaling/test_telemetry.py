@@ -80,11 +80,6 @@ def test_raise_if_stalled_refuses_a_limit_below_one(limit):
         ols.raise_if_stalled(RULE.init(), limit)
 
 
-def test_metrics_of_no_loss_scale_show_the_scale_that_is_used():
-    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.float32(jnp.nan))
-    assert ols.loss_scale_metrics(state)["loss_scale"] == ols.get_loss_scale(state) == 1
-
-
 @eager_and_jitted
 def test_metrics_give_the_norm_of_the_unscaled_gradients(run):
     tx = ols.loss_scaled(adam(), RULE)

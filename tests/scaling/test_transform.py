@@ -52,7 +52,7 @@ def test_a_step_on_which_the_scale_grows_unscales_by_the_old_scale():
     [(jnp.nan, {}), (1.0, {"grads_finite": False}), (1.0, {"accept": False})],
     ids=["nonfinite gradients", "nonfinite verdict", "not accepted"],
 )
-def test_on_a_skipped_step_the_inner_optimizer_sees_zeros_and_no_nan(poison, verdicts):
+def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan(poison, verdicts):
     seen = []
     tx = ols.loss_scaled(recorder(seen), RULE)
     grads = poisoned(scaled(GRADS), poison)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 
@@ -54,7 +53,6 @@ OTHERS = {
     "float0": np.zeros(3, jax.dtypes.float0),
     "key": jax.random.key(0),
     "none": None,
-    "masked": optax.MaskedNode(),
 }
 STATE = ols.static_loss_scale(2.0).init()
 
