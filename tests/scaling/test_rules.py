@@ -1,7 +1,6 @@
 """The dynamic rule, the static rule and no loss scale; and refused settings."""
 
 import functools
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -177,7 +176,7 @@ def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
     assert rule != ols.static_loss_scale(1.0, skip_nonfinite=False)
 
 
-REFUSED = [
+WRONG_VALUES = [
     ({"init_scale": 0.0}, r"`init_scale` must be positive, finite.*got 0.0"),
     ({"init_scale": -1.0}, r"`init_scale` must be positive"),
     ({"init_scale": np.nan}, r"`init_scale` must be positive, finite"),
@@ -203,6 +202,8 @@ REFUSED = [
     ({"growth_interval": 2**31}, r"`growth_interval` .* below 2\*\*31, got 2147483648"),
     ({"hysteresis": 0}, r"`hysteresis` must be at least 1 and below 2\*\*31, got 0"),
     ({"hysteresis_refill": "never"}, r'"finite" or "growth", got \'never\''),
+]
+WRONG_TYPES = [
     ({"init_scale": "2**15"}, r"`init_scale` must be a number, got '2\*\*15' of"),
     ({"init_scale": np.ones(2)}, r"`init_scale` must be one number, got shape"),
     ({"max_scale": None}, r"`max_scale` must be a number, got None of type None"),
@@ -212,14 +213,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_the_dynamic_rule_refuses_a_wrong_setting(settings, message):
-    error = (
-        TypeError
-        if re.search("a number|one number|an integer", message)
-        else (ValueError)
-    )
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("settings", "message"), WRONG_VALUES)
+def test_the_dynamic_rule_refuses_a_wrong_value(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ols.dynamic_loss_scale(**settings)
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_TYPES)
+def test_the_dynamic_rule_refuses_a_wrong_type(settings, message):
+    with pytest.raises(TypeError, match=message):
         ols.dynamic_loss_scale(**settings)
 
 
@@ -229,18 +231,21 @@ def test_the_static_rule_refuses_an_unusable_scale(value):
         ols.static_loss_scale(value)
 
 
+LARGE = ols.dynamic_loss_scale(2**100, max_scale=2**126, growth_interval=1)
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
+        (LARGE, [2.0**100, 2.0**101]),
         (ols.dynamic_loss_scale(growth_interval=2**31 - 1), [2**15] * 2),
-        (ols.dynamic_loss_scale(2**100, max_scale=2**126, growth_interval=1), None),
         (ols.dynamic_loss_scale(np.float32(8), growth_interval=np.int64(1)), [8, 16]),
         (ols.static_loss_scale(2.0**-126), [2.0**-126] * 2),
         (ols.static_loss_scale(2.0**126), [2.0**126] * 2),
     ],
 )
 def test_settings_can_be_numbers_of_any_kind_to_the_end_of_their_range(rule, expected):
-    assert scales(rule, [True]) == (expected or [2.0**100, 2.0**101])
+    assert scales(rule, [True]) == expected
 
 
 STATIC = ols.static_loss_scale(8.0)
@@ -269,17 +274,17 @@ SHOWN = [
 @pytest.mark.parametrize(("rule", "expected"), SHOWN)
 def test_a_rule_shows_its_settings(rule, expected):
     assert repr(rule) == expected
-    assert ("=" in expected and "init=" not in expected) == bool(rule.settings)
 
 
 @pytest.mark.parametrize(
     "rule",
     [
+        ols.LossScale(abs, max, skips=False),
         ols.LossScale(STATIC.init, ols.dynamic_loss_scale().adjust),
         STATIC._replace(skips=False),
     ],
 )
-def test_a_rule_with_the_init_of_another_one_does_not_show_its_settings(rule):
+def test_a_rule_of_your_own_shows_its_fields_and_no_settings(rule):
     assert rule.settings == {}
     assert repr(rule).startswith("LossScale(init=")
 

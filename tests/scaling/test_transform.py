@@ -371,9 +371,15 @@ def test_what_is_no_rule_is_refused_with_the_call_that_makes_one(call, rule, hin
         call(adam(), rule)
 
 
-@pytest.mark.parametrize("inner", [1e-3, optax.adam, "adam", RULE])
-def test_an_inner_optimizer_of_the_wrong_type_is_refused(inner):
-    hint = r"`loss_scaled\(optimizer, rule\)`" if inner is RULE else "Call the factory"
+@pytest.mark.parametrize(
+    ("inner", "hint"),
+    [
+        (1e-3, "Call the factory"),
+        (optax.adam, "Call the factory"),
+        (RULE, r"`loss_scaled\(optimizer, rule\)`"),
+    ],
+)
+def test_an_inner_optimizer_of_the_wrong_type_is_refused(inner, hint):
     message = f"`inner` must be an optimizer with `init` and.*{hint}"
     with pytest.raises(TypeError, match=message):
         ols.loss_scaled(inner)
