@@ -20,21 +20,16 @@ RULES = {
 
 
 def rising_floor(step):
-    return jnp.where(step >= 3, 64.0, 1.0)
+    return jnp.where(step >= 3, 64, 1)  # Integers will do.
 
 
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_the_floor_can_be_a_schedule_of_the_steps_taken_so_far(make):
-    rule = make(2.0, min_scale=rising_floor, max_scale=2.0**20)
-    trace = scales_after(rule, [INF] * 5)
+@pytest.mark.parametrize("maximum", [INF, 65504.0])
+def test_the_floor_can_be_a_schedule_of_the_steps_taken_so_far(make, maximum):
+    rule = make(1.0, min_scale=rising_floor, max_scale=2.0**20)
+    trace = scales_after(rule, [maximum] * 5)
     assert trace[:3] == [1.0] * 3
     assert trace[3:] == [64.0] * 2
-
-
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
-def test_a_scheduled_floor_also_holds_on_a_finite_step(make):
-    rule = make(2.0, min_scale=lambda step: jnp.float32(2.0**12), max_scale=2.0**12)
-    assert scales_after(rule, [2.0**-20]) == [2.0**12]
 
 
 def powers(step):
@@ -69,12 +64,6 @@ def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make, value):
     for magnitude in (1.0, INF):
         state = rule.adjust(rule.init(), magnitude < INF, magnitude)
         assert 2.0**-126 <= state.loss_scale <= 2.0**126
-
-
-@pytest.mark.parametrize("make", RULES.values())
-def test_a_schedule_can_return_an_integer(make):
-    rule = make(2.0**10, max_scale=lambda count: 16)
-    assert rule.adjust(rule.init(), True, 1.0).loss_scale == 16
 
 
 @pytest.mark.fast_every(3)

@@ -1,6 +1,6 @@
 """The checks of settings by themselves; each setting is tested with its rule."""
 
-import os
+import functools
 import shutil
 import sys
 from argparse import ArgumentTypeError
@@ -52,93 +52,55 @@ def test_a_state_is_refused_as_a_setting():
         ols.dynamic_loss_scale(state)
 
 
+ONE = jnp.ones(1)
 DTYPE_SETTINGS = {
     "headroom_loss_scale": lambda dtype: ols.headroom_loss_scale(dtype=dtype),
-    "underflow_fraction": lambda dtype: ols.diagnostics.underflow_fraction(
-        jnp.ones(1), dtype=dtype
-    ),
-    "headroom_bits": lambda dtype: ols.diagnostics.headroom_bits(
-        jnp.ones(1), dtype=dtype
-    ),
-    "suggest_init_scale": lambda dtype: ols.diagnostics.suggest_init_scale(
-        jnp.ones(1), dtype=dtype
-    ),
-    "plot_exponent_histogram": lambda dtype: ols.plotting.plot_exponent_histogram(
-        {}, dtype=dtype
-    ),
-    "plot_underflow_by_leaf": lambda dtype: ols.plotting.plot_underflow_by_leaf(
-        jnp.ones(1), dtype=dtype
-    ),
+    "underflow_fraction": functools.partial(ols.diagnostics.underflow_fraction, ONE),
+    "headroom_bits": functools.partial(ols.diagnostics.headroom_bits, ONE),
+    "suggest_init_scale": functools.partial(ols.diagnostics.suggest_init_scale, ONE),
+    "exponent_histogram": functools.partial(ols.plotting.plot_exponent_histogram, {}),
+    "underflow_by_leaf": functools.partial(ols.plotting.plot_underflow_by_leaf, ONE),
 }
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.int8])
 @pytest.mark.parametrize("name", DTYPE_SETTINGS)
-def test_none_is_refused_as_a_dtype_and_not_read_as_float64(name):
-    with pytest.raises(TypeError, match="`dtype` must be a floating dtype, got None"):
-        DTYPE_SETTINGS[name](None)
+def test_only_a_floating_dtype_is_taken_and_none_is_not_read_as_float64(name, dtype):
+    with pytest.raises(TypeError, match="`dtype` must be a floating dtype, got "):
+        DTYPE_SETTINGS[name](dtype=dtype)
     assert not plt.get_fignums()
 
 
 def test_an_output_file_that_can_be_written_is_neither_made_nor_changed(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old, new, link = (tmp_path / name for name in ("old", "new", "link"))
     old.write_text("results")
-    assert check_output_file(str(old)) == old
-    assert check_output_file(str(new)) == new
+    link.symlink_to(new)
+    for path in (old, new, link):
+        assert check_output_file(str(path)) == path
     assert old.read_text() == "results"
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-
-
-def test_a_link_to_an_output_file_survives_the_check(tmp_path):
-    link = tmp_path / "link.json"
-    link.symlink_to(tmp_path / "new.json")
-    assert check_output_file(str(link)) == link
-    assert [path.name for path in tmp_path.iterdir()] == ["link.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "link"}
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("missing/file.json", "No such file or directory"),
-        (".", "Is a directory"),
-        ("file/file.json", "Not a directory"),
-        ("x" * 300, "File name too long"),
-    ],
+# An empty picture is drawn without LaTeX.
+NEEDS_LATEX = pytest.mark.skipif(
+    shutil.which("xelatex") is not None, reason="LaTeX is installed"
 )
-def test_an_output_file_that_cannot_be_written_is_refused(tmp_path, name, reason):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentTypeError, match=f"cannot write .*: {reason}"):
-        check_output_file(str(tmp_path / name))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_file_without_permission_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ArgumentTypeError, match=r"cannot write .*: Permission denied"):
-        check_output_file(str(tmp_path / "file.json"))
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("picture.docx", "Format 'docx' is not supported"),
         ("picture", "its name must have an ending such as .png"),
+        pytest.param("picture.pgf", "xelatex", marks=NEEDS_LATEX),
     ],
 )
 def test_a_picture_that_matplotlib_cannot_draw_is_refused(tmp_path, name, reason):
-    with pytest.raises(ArgumentTypeError, match=f"cannot draw .*: {reason}"):
+    with pytest.raises(ArgumentTypeError, match=f"cannot draw .*: .*{reason}"):
         check_picture_file(str(tmp_path / name))
     assert check_picture_file(str(tmp_path / "picture.svg"))
     assert not list(tmp_path.iterdir())
     assert not plt.get_fignums()
-
-
-@pytest.mark.skipif(shutil.which("xelatex") is not None, reason="LaTeX is installed")
-def test_a_picture_whose_text_needs_latex_is_refused_without_it(tmp_path):
-    # An empty picture is drawn without LaTeX.
-    with pytest.raises(ArgumentTypeError, match=r"cannot draw .*xelatex"):
-        check_picture_file(str(tmp_path / "picture.pgf"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_is_refused_if_matplotlib_is_missing(monkeypatch, tmp_path):

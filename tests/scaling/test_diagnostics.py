@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,30 +80,6 @@ def test_every_nan_and_infinity_is_counted(dtype):
     assert report["size"] == values.size
 
 
-def test_leaves_that_are_not_floating_are_ignored():
-    tree = {
-        "int": jnp.arange(3),
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "float0": np.zeros(3, jax.dtypes.float0),
-        "empty": jnp.zeros((0, 2)),
-        "key": jax.random.key(0),
-        "float": jnp.asarray(2.0**-3),
-    }
-    assert set(diagnostics.nonfinite_report(tree)) == {"empty", "float"}
-    histogram = diagnostics.exponent_histogram(tree)
-    assert int(histogram.counts.sum() + histogram.zero_count) == 1
-    assert diagnostics.headroom_bits(tree) == pytest.approx(np.log2(65504 * 8), 1e-6)
-    assert diagnostics.underflow_fraction(tree) == 0
-
-
-def test_an_empty_tree_has_an_empty_report_and_infinite_headroom():
-    assert diagnostics.nonfinite_report({}) == {}
-    assert diagnostics.underflow_fraction({}) == 0
-    assert diagnostics.headroom_bits({}) == math.inf
-    assert diagnostics.suggest_init_scale({}) == 2.0**15
-
-
 def test_both_parts_of_a_complex_number_count():
     tree = jnp.asarray([complex(1, 2.0**-3), complex(math.nan, math.inf)])
     histogram = diagnostics.exponent_histogram(tree, min_exponent=-3, max_exponent=0)
@@ -117,9 +92,9 @@ def test_both_parts_of_a_complex_number_count():
 TARGETS = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
-@pytest.mark.fast_every(5)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", TARGETS)
-@pytest.mark.parametrize("exponent", [-30, -1, 0, 15, 100])
+@pytest.mark.parametrize("exponent", [-30, 0, 100])
 def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):
     values = float32_values()
     finite = values[np.isfinite(values) & (values != 0)].astype(np.float64)
@@ -158,21 +133,18 @@ def test_headroom_is_exact_and_the_suggested_scale_leaves_its_margin(values, exp
     assert math.frexp(suggested)[0] == 0.5
 
 
-def test_a_subnormal_largest_entry_does_not_count_as_zero():
-    tiny = jnp.asarray(np.float32(2.0**-140))
-    assert diagnostics.headroom_bits(tiny) == pytest.approx(156, abs=1e-3)
-    assert diagnostics.suggest_init_scale(tiny) == 2.0**126
-
-
-@pytest.mark.parametrize("tree", [jnp.zeros(3), [jnp.zeros(2), jnp.zeros(0)], []])
+@pytest.mark.parametrize("tree", [jnp.zeros(3), [jnp.zeros(2), jnp.zeros(0)], {}])
 def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested(tree):
     assert diagnostics.headroom_bits(tree) == math.inf
     assert diagnostics.suggest_init_scale(tree) == 2.0**15
+    assert diagnostics.underflow_fraction(tree) == 0
+    assert len(diagnostics.nonfinite_report(tree)) == len(jax.tree.leaves(tree))
 
 
-def test_zeros_beside_other_entries_do_not_change_the_headroom():
-    tree = [jnp.zeros(2), jnp.asarray([0.0, 2.0**-130]), jnp.zeros(3)]
-    assert diagnostics.headroom_bits(tree) == pytest.approx(146, abs=1e-3)
+def test_a_subnormal_largest_entry_does_not_count_as_zero():
+    tiny = [jnp.zeros(2), jnp.asarray([0.0, 2.0**-140]), jnp.zeros(3)]
+    assert diagnostics.headroom_bits(tiny) == pytest.approx(156, abs=1e-3)
+    assert diagnostics.suggest_init_scale(tiny) == 2.0**126
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -184,48 +156,37 @@ def test_for_nonfinite_entries_headroom_is_minus_infinity_and_no_scale_fits(valu
         ols.dynamic_loss_scale(suggested)
 
 
-def test_the_report_is_printed_worst_first():
-    tree = {
-        "good": jnp.ones(3),
-        "half": {"b": jnp.asarray([1.0, jnp.inf])},
-        "all": jnp.full(2, jnp.nan),
-    }
-    expected = [
-        "2 of 3 floating leaves hold nonfinite entries",
-        "all: 2 nan, 0 inf of 2",
-        "half/b: 0 nan, 1 inf of 2",
-    ]
-    for what in (tree, diagnostics.nonfinite_report(tree)):
-        file = io.StringIO()
-        diagnostics.print_nonfinite_report(what, file=file)
-        assert file.getvalue().splitlines() == expected
-
-
-def test_a_single_array_has_a_name_in_the_report(capsys):
-    diagnostics.print_nonfinite_report(jnp.asarray([math.nan]))
-    assert "the array: 1 nan, 0 inf of 1" in capsys.readouterr().out
+TREE = {
+    "good": jnp.ones(3),
+    "half": {"b": jnp.asarray([1.0, jnp.inf])},
+    "all": jnp.full(2, jnp.nan),
+}
+REPORT = """2 of 3 floating leaves hold nonfinite entries
+all: 2 nan, 0 inf of 2
+half/b: 0 nan, 1 inf of 2
+"""
+ONE_REPORT = """1 of 1 floating leaves hold nonfinite entries
+the array: 1 nan, 0 inf of 1
+"""
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("what", "expected"),
     [
-        diagnostics.underflow_fraction,
-        diagnostics.headroom_bits,
-        diagnostics.suggest_init_scale,
+        (TREE, REPORT),
+        (diagnostics.nonfinite_report(TREE), REPORT),
+        (jnp.asarray([math.nan]), ONE_REPORT),
     ],
+    ids=["tree", "report", "array"],
 )
-def test_a_dtype_that_is_not_floating_is_refused(function):
-    with pytest.raises(TypeError, match="`dtype` must be a floating dtype"):
-        function(jnp.ones(1), dtype=jnp.int8)
+def test_the_report_is_printed_worst_first(what, expected, capsys):
+    diagnostics.print_nonfinite_report(what)
+    assert capsys.readouterr().out == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "axis_type",
-    [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
-)
-def test_diagnostics_can_read_sharded_leaves(axis_type):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+@pytest.mark.slow  # Compiles for eight devices.
+def test_diagnostics_can_read_sharded_leaves():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))
     leaf = jax.device_put(values, NamedSharding(mesh, P("data")))
     with set_mesh(mesh):
@@ -247,16 +208,6 @@ def test_headroom_is_that_of_the_largest_leaf_if_all_have_one_exponent(values):
     assert bits == pytest.approx(math.log2(65504 / 1.75), abs=1e-5)
 
 
-@pytest.mark.slow
-def test_headroom_of_float64_leaves_is_float32():
-    with enable_x64(True):
-        dtypes = (jnp.float16, jnp.float32, jnp.float64)
-        tree = [jnp.asarray([3.0], dtype) for dtype in dtypes]
-        bits = diagnostics.headroom_bits(tree, scale=2.0)
-    assert bits.dtype == jnp.float32
-    assert bits == pytest.approx(math.log2(65504 / 6), abs=1e-4)
-
-
 def test_paths_that_look_the_same_are_told_apart():
     tree = {"a/b": jnp.ones(1), "a": {"b": jnp.asarray([math.nan])}}
     report = diagnostics.nonfinite_report(tree)
@@ -270,21 +221,22 @@ def test_a_report_of_an_ensemble_is_not_printed():
         diagnostics.print_nonfinite_report(report)
 
 
+EXPONENTS = {"min_exponent": 3, "max_exponent": 2}
+
+
 @pytest.mark.parametrize(
-    ("scale", "message"),
-    [(0.0, "must be positive"), (math.inf, "must be positive"), ([1.0], "one number")],
+    ("function", "settings", "message"),
+    [
+        (diagnostics.headroom_bits, {"scale": 0.0}, "must be positive"),
+        (diagnostics.underflow_fraction, {"scale": math.inf}, "must be positive"),
+        (diagnostics.headroom_bits, {"scale": jnp.ones(1)}, "one number"),
+        (diagnostics.exponent_histogram, EXPONENTS, "`min_exponent` must be at most"),
+        (diagnostics.suggest_init_scale, {"margin_bits": -1.0}, "finite, at least 0"),
+    ],
 )
-def test_an_unusable_scale_is_refused(scale, message):
-    for function in (diagnostics.headroom_bits, diagnostics.underflow_fraction):
-        with pytest.raises(ValueError, match=message):
-            function(jnp.ones(1), scale=jnp.asarray(scale))
-
-
-def test_bad_settings_are_refused():
-    with pytest.raises(ValueError, match="`min_exponent` must be at most"):
-        diagnostics.exponent_histogram(jnp.ones(1), min_exponent=3, max_exponent=2)
-    with pytest.raises(ValueError, match="`margin_bits` must be finite, at least 0"):
-        diagnostics.suggest_init_scale(jnp.ones(1), margin_bits=-1.0)
+def test_bad_settings_are_refused(function, settings, message):
+    with pytest.raises(ValueError, match=message):
+        function(jnp.ones(1), **settings)
 
 
 def test_a_report_printed_inside_jit_is_refused_with_what_to_do_instead():

@@ -11,17 +11,15 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam
+from helpers.steps import assert_skipped
 from tools.faults import OPTIMIZERS, RULES, check, run
 
 
-@pytest.mark.fast_every(12)
-@pytest.mark.parametrize(
-    "optimizer", ["adamw", pytest.param("sgd, momentum", marks=pytest.mark.slow)]
-)
+@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("rule", RULES)
-def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule, optimizer):
+def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        seen = run(RULES[rule], OPTIMIZERS[optimizer], 10_000)
+        seen = run(RULES[rule], OPTIMIZERS["adamw"], 3000)
     assert 0.01 < check(seen) < 0.2
 
 
@@ -47,20 +45,18 @@ def optimizer(rule):
 def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):
     tx, update = optimizer(rule)
     params = {"w": jnp.ones(3)}
-    _, sound = tx.update(params, tx.init(params), params)
+    _, sound = update(params, tx.init(params), params)
     damaged = with_scale(sound, value)
     for grads in (params, {"w": jnp.zeros(3)}, {"w": jnp.full(3, jnp.nan)}):
         updates, state = update(grads, damaged, params)
-        assert_same_bits(optax.apply_updates(params, updates), params)
-        assert_same_bits(state.inner_state, sound.inner_state)
+        assert_skipped(params, sound, updates, state)
         # The rule restarts as if a step at its initial scale had overflowed.
         first = sound.loss_scale_state._replace(
             loss_scale=tx.init(params).loss_scale_state.loss_scale
         )
         expected = RULES[rule].adjust(first, False, jnp.inf)
         assert_same_bits(state.loss_scale_state, expected)
-        assert state.loss_scale_state.total_notfinite == 1
-    _, state = tx.update(ols.scale(params, state), state, params)
+    _, state = update(ols.scale(params, state), state, params)
     assert np.any(optax.tree.get(state, "mu")["w"] != optax.tree.get(sound, "mu")["w"])
 
 
@@ -68,13 +64,10 @@ def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):
 def test_a_rule_that_never_skips_still_skips_a_step_with_a_damaged_scale(value):
     tx = ols.loss_scaled(adam(), ols.static_loss_scale(8.0, skip_nonfinite=False))
     params = {"w": jnp.ones(3)}
-    _, sound = tx.update(params, tx.init(params), params)
-    damaged = with_scale(sound, value)
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, state = update(ols.scale(params, damaged), damaged, params)
-        assert_same_bits(optax.apply_updates(params, updates), params)
-        assert_same_bits(state.inner_state, sound.inner_state)
-        assert ols.get_loss_scale(state) == 8.0
+    damaged = with_scale(tx.init(params), value)
+    updates, state = tx.update(ols.scale(params, damaged), damaged, params)
+    assert_skipped(params, damaged, updates, state)
+    assert ols.get_loss_scale(state) == 8.0
 
 
 @pytest.mark.parametrize("value", DAMAGED)
@@ -82,19 +75,6 @@ def test_without_loss_scaling_a_damaged_scale_in_the_state_is_ignored(value):
     tx = ols.loss_scaled(adam(), ols.no_loss_scale())
     damaged = with_scale(tx.init(jnp.ones(3)), value)
     assert ols.get_loss_scale(damaged) == 1.0
+    assert ols.loss_scale_metrics(damaged)["loss_scale"] == 1.0
     loss, grads = ols.scaled_value_and_grad(jnp.sum, damaged)(jnp.ones(3))
     assert (loss, grads.tolist()) == (3.0, [1.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
-def test_the_smooth_rule_recovers_from_a_damaged_fraction(value):
-    rule = ols.smooth_loss_scale(2.0**10)
-    state = rule.init()._replace(
-        rule_state=rule.init().rule_state._replace(fraction=jnp.float32(value))
-    )
-    scales = []
-    for _ in range(60):
-        state = rule.adjust(state, False)
-        scales.append(float(state.loss_scale))
-    assert scales[-1] == 2.0**-24
-    assert 0 <= state.rule_state.fraction < 1

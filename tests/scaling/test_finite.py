@@ -29,11 +29,15 @@ def are_local(request, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn]
+)
 def test_all_finite_sees_nan_and_both_infinities_in_each_dtype(dtype, value):
-    tree = [jnp.ones(3), jnp.asarray([1, value, 1], dtype)]
-    assert not ols.all_finite(tree)
-    assert ols.max_magnitude(tree) == jnp.inf
+    leaf = jnp.asarray([1, value, 1], dtype)
+    part, ones = leaf.astype(jnp.float32), jnp.ones(3)
+    for bad in (leaf, jax.lax.complex(part, ones), jax.lax.complex(ones, part)):
+        assert not ols.all_finite([ones, bad])
+        assert ols.max_magnitude([ones, bad]) == jnp.inf
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 59, 60, 69])
@@ -48,35 +52,7 @@ def test_each_of_many_leaves_of_a_shape_is_seen(where):
     assert ols.max_magnitude(tree) == jnp.inf
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
-def test_all_finite_sees_a_float8_nan(dtype):
-    assert not ols.all_finite(jnp.asarray([1, jnp.nan]).astype(dtype))
-    assert ols.all_finite(jnp.ones(3, dtype))
-
-
-@pytest.mark.parametrize("part", ["real", "imag"])
-def test_all_finite_sees_either_part_of_a_complex_number(part):
-    parts = {"real": jnp.ones(2), "imag": jnp.ones(2)}
-    parts[part] = jnp.asarray([1, jnp.nan])
-    value = jax.lax.complex(parts["real"], parts["imag"])
-    assert not ols.all_finite(value)
-    assert ols.max_magnitude(value) == jnp.inf
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        (),
-        None,
-        {},
-        jnp.zeros((0, 3)),
-        jnp.arange(3),
-        np.zeros(2, jax.dtypes.float0),
-        jax.random.key(0),
-        optax.MaskedNode(),
-    ],
-    ids=["tuple", "none", "dict", "empty", "int", "float0", "key", "masked"],
-)
+@pytest.mark.parametrize("tree", [(), None, {}, jnp.zeros((0, 3)), optax.MaskedNode()])
 def test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero(tree):
     assert ols.all_finite(tree)
     assert ols.max_magnitude(tree) == 0
@@ -88,8 +64,7 @@ def test_all_finite_is_not_fooled_by_a_sum_that_overflows():
 
 def test_max_magnitude_takes_the_largest_over_leaves_signs_and_parts():
     tree = [jnp.asarray([1.0, -3.0]), jax.lax.complex(jnp.zeros(1), -jnp.ones(1) * 5)]
-    assert ols.max_magnitude(tree) == 5.0
-    assert ols.max_magnitude(tree).dtype == jnp.float32
+    assert_same_bits(ols.max_magnitude(tree), jnp.float32(5.0))
 
 
 def test_max_magnitude_of_a_large_finite_float64_is_finite():
@@ -99,28 +74,10 @@ def test_max_magnitude_of_a_large_finite_float64_is_finite():
         assert ols.max_magnitude(jnp.asarray([jnp.nan])) == jnp.inf
 
 
-@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
-def test_the_verdict_is_a_strongly_typed_scalar_in_eager_and_jit(function):
-    tree = [jnp.ones(3), jnp.asarray([1.0, jnp.inf])]
-    eager, jitted = function(tree), jax.jit(lambda tree: function(tree))(tree)
-    assert eager.shape == ()
-    assert not eager.weak_type
-    assert_same_bits(jitted, eager)
-
-
-def test_all_finite_agrees_over_a_named_axis():
-    grads = jnp.asarray([1.0, jnp.nan, 3.0])
-    alone = jax.vmap(ols.all_finite, axis_name="i")(grads)
-    together = jax.vmap(lambda g: ols.all_finite(g, axis_name="i"), axis_name="i")(
-        grads
-    )
-    assert alone.tolist() == [True, False, True]
-    assert together.tolist() == [False] * 3
-
-
 @pytest.mark.parametrize("names", [("a", "b"), ["a", "b"]])
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_all_finite_and_max_magnitude_are_the_same_for_all_members_of_several_axes(
-    names,
+    names, bad
 ):
     def over_all(function):
         def member(x):
@@ -128,15 +85,11 @@ def test_all_finite_and_max_magnitude_are_the_same_for_all_members_of_several_ax
 
         return jax.vmap(jax.vmap(member, axis_name="b"), axis_name="a")
 
-    grid = jnp.asarray([[1.0, 2.0], [3.0, jnp.inf]])
+    finite = jnp.asarray([[1.0, -2.0], [3.0, 4.0]])
+    grid = finite.at[1, 1].set(bad)
     assert over_all(ols.all_finite)(grid).tolist() == [[False] * 2] * 2
-    assert over_all(ols.max_magnitude)(1 / grid).tolist() == [[1.0] * 2] * 2
-
-
-def test_max_magnitude_over_a_named_axis_is_the_largest_and_infinity_for_a_nan():
-    agree = jax.vmap(lambda g: ols.max_magnitude(g, axis_name="i"), axis_name="i")
-    assert agree(jnp.asarray([1.0, -4.0])).tolist() == [4.0, 4.0]
-    assert agree(jnp.asarray([1.0, jnp.nan])).tolist() == [jnp.inf, jnp.inf]
+    assert over_all(ols.max_magnitude)(finite).tolist() == [[4.0] * 2] * 2
+    assert over_all(ols.max_magnitude)(grid).tolist() == [[jnp.inf] * 2] * 2
 
 
 # Few sizes, as operations are compiled anew for each.
@@ -158,25 +111,18 @@ def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
     assert bool(ols.all_finite(arrays)) == (expected < np.inf)
 
 
-@pytest.mark.fast_every(6)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize(
-    "shape",
-    [(4096,), (129, 128), pytest.param((300, 400), marks=pytest.mark.slow)],
-)
-def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype):
+@pytest.mark.fast_every(4)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("shape", [(4096,), (129, 128)])
+@pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
+def test_one_bad_entry_of_a_large_leaf_is_seen(bad, shape, dtype):
     # XLA's maximum of 4096 and more entries drops a NaN on a CPU.
     size = math.prod(shape)
-    jitted = jax.jit(lambda tree: ols.all_finite(tree))
-    values = (jnp.nan, -jnp.nan, jnp.inf, -jnp.inf)
-    for bad, place in itertools.product(values, (0, size // 2, size - 2, size - 1)):
-        leaf = np.ones(size, dtype)
-        leaf[place] = bad
-        leaf = jnp.asarray(leaf.reshape(shape))
+    jitted = jax.jit(lambda tree: (ols.all_finite(tree), ols.max_magnitude(tree)))
+    for place in (0, size // 2, size - 1):
+        leaf = jnp.ones(size, dtype).at[place].set(bad).reshape(shape)
         for leaves in ([leaf], [jnp.ones(3), leaf], [jnp.zeros(shape), leaf, leaf]):
-            assert not jitted(leaves), (bad, place)
-            assert not ols.all_finite(leaves), (bad, place)
-            assert ols.max_magnitude(leaves) == jnp.inf, (bad, place)
+            assert jitted(leaves) == (False, jnp.inf), place
 
 
 SMALL = _finite._SMALL
@@ -205,21 +151,19 @@ def test_a_group_holds_at_most_sixteen_arrays_of_one_shape():
     assert {*shapes[3]} == {(SMALL, 2)}
 
 
-@pytest.mark.parametrize("columns", [3, 20_000])
-def test_leaves_of_symbolic_shapes_are_read_for_every_platform(columns):
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_leaves_of_symbolic_shapes_are_read_for_every_platform(function):
     (rows,) = jax.export.symbolic_shape("rows")
-    tree = [jax.ShapeDtypeStruct((rows, columns), jnp.float32)] * 2
-    for function in (ols.all_finite, ols.max_magnitude):
-        exported = jax.export.export(
-            jax.jit(lambda tree, function=function: function(tree)),
-            platforms=("cpu", "cuda", "tpu"),
-        )(tree)
-        good, bad = jnp.ones((2, columns)), jnp.full((2, columns), jnp.nan)
-        assert float(exported.call([good, good])) == 1
-        assert float(exported.call([good, bad])) in (0, jnp.inf)
+    tree = [jax.ShapeDtypeStruct((rows, n), jnp.float32) for n in (3, 20_000)]
+    exported = jax.export.export(
+        jax.jit(lambda tree: function(tree)), platforms=("cpu", "cuda", "tpu")
+    )(tree)
+    good, bad = jnp.ones((2, 3)), jnp.full((2, 20_000), jnp.nan)
+    assert float(exported.call([good, jnp.ones((2, 20_000))])) == 1
+    assert float(exported.call([good, bad])) in (0, jnp.inf)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu", "cpu"])
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
     leaves = [jnp.ones((256, 100))] * 12
     traced = jax.jit(lambda leaves: ols.all_finite(leaves)).trace(leaves)
@@ -227,8 +171,10 @@ def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
     assert text.count("stablehlo.reduce(") == 1 + (1 if _finite._are_local() else 12)
 
 
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**-15, 3.0])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    [(2.0**15, jnp.float16), (2.0**-15, jnp.complex64), (3.0, jnp.float32)],
+)
 def test_unscaling_the_largest_magnitude_equals_the_largest_of_the_unscaled(
     scale, dtype
 ):
@@ -266,23 +212,18 @@ def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(
         assert _finite._are_local() is expected
 
 
-def test_leaves_are_local_where_every_axis_is_manual():
+@pytest.mark.parametrize(
+    ("names", "expected"), [({"data", "model"}, True), ({"data"}, False)]
+)
+def test_leaves_are_local_where_every_axis_is_manual(names, expected):
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
     seen = []
-    for names in ({"data", "model"}, {"data"}):
 
-        def look(x):
-            seen.append(_finite._are_local())
-            return x
+    def look(x):
+        seen.append(_finite._are_local())
+        return x
 
-        jax.jit(
-            jax.shard_map(
-                look,
-                mesh=mesh,
-                in_specs=P("data"),
-                out_specs=P("data"),
-                axis_names=names,
-            )
-        ).lower(jnp.ones(8))
-    assert seen[0] is True
-    assert seen[-1] is False
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    mapped = jax.shard_map(look, mesh=mesh, axis_names=names, **specs)
+    jax.jit(mapped).lower(jnp.ones(8))
+    assert seen[-1] is expected

@@ -1,21 +1,21 @@
 """The headroom rule."""
 
+import functools
 import math
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ols
 from helpers import oracle, strategies
-from helpers.compare import assert_same_bits
 from helpers.history import scales_after, states_after
 from helpers.inner import lenient
+from helpers.steps import eager_and_jitted
 
 INF = math.inf
 
@@ -59,23 +59,57 @@ def test_the_scale_is_exact_for_maxima_at_powers_of_two_and_just_above():
         assert scale_for(above) == 2.0 ** -(exponent + 1)
 
 
-def test_the_right_scale_is_reached_in_one_step_up_or_down():
-    rule = ols.headroom_loss_scale(history=1, margin_bits=2.0)
-    assert scales_after(rule, [2.0**-6, 2.0**3, 2.0**-6]) == [2.0**19, 2.0**10, 2.0**19]
-
-
-def test_gradients_that_are_all_zero_do_not_move_the_scale_at_first():
-    rule = ols.headroom_loss_scale(2.0**10, recent=3, margin_bits=2.0)
-    assert (
-        scales_after(rule, [0.0, 0.0, 1.0, 0.0, 0.0]) == [2.0**10] * 2 + [2.0**13] * 3
-    )
+TRACES = {
+    "the right scale is reached in one step, up or down": (
+        {"history": 1, "margin_bits": 2.0},
+        [2.0**-6, 2.0**3, 2.0**-6],
+        [19, 10, 19],
+    ),
+    "zeros do not move the scale at first": (
+        {"init_scale": 2.0**10, "recent": 3, "margin_bits": 2.0},
+        [0.0, 0.0, 1.0, 0.0, 0.0],
+        [10, 10, 13, 13, 13],
+    ),
     # Some platforms flush subnormal float32, so it counts as zero on all.
-    assert scales_after(rule, [1e-40]) == [2.0**10]
+    "subnormal gradients count as zeros": ({"init_scale": 8.0}, [2.0**-127], [3]),
+    "the smallest normal ones do not": ({"init_scale": 8.0}, [2.0**-126], [24]),
+    "a magnitude is remembered for the recent steps": (
+        {"history": 100, "recent": 3, "margin_bits": 1.0},
+        [1.0, 8.0, 1.0, 1.0, 1.0],
+        [14, 11, 11, 11, 14],
+    ),
+    # The peak starts at 3 and loses a bit in 10 steps; 65504 / 3 is 0.41 bits above
+    # 2**14, and 65504 / 1.5 as much above 2**15. So 6 steps suffice.
+    "a nonfinite step costs one bit that comes back": (
+        {"history": 40, "recent": 4, "margin_bits": 0.0},
+        [1.5, INF] + [1.5] * 9,
+        [15] + [14] * 6 + [15] * 4,
+    ),
+    "bad batches in turn with good ones cost a bit each": (
+        {"history": 2400, "recent": 4, "margin_bits": 0.0},
+        [1.5] + [INF, 1.5] * 5,
+        [15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10],
+    ),
+    # The peak was 3 * 2**7 and has faded by 7/4 bits until the last overflow; since
+    # then 16 steps have taken a quarter of a bit each.
+    "an overflow is remembered for the history": (
+        {"history": 16, "recent": 4, "margin_bits": 0.0},
+        [1.5] * 4 + [INF, 1.5] * 8 + [1.5] * 16,
+        [12, 13, 15],
+    ),
+    "a search is taken back while gradients are all zero": (
+        {"recent": 16, "margin_bits": 0.0},
+        [1.5] * 20 + [INF] * 4 + [0.0] + [INF] * 4 + [0.0] * 9,
+        [-10, 14, 13, 5, -3, -11] + [13] * 9,
+    ),
+}
 
 
-@pytest.mark.parametrize(("largest", "expected"), [(2.0**-126, 2**24), (2.0**-127, 8)])
-def test_subnormal_gradients_count_as_zero(largest, expected):
-    assert scales_after(ols.headroom_loss_scale(8.0), [largest]) == [expected]
+@pytest.mark.parametrize("name", TRACES)
+def test_the_scale_follows_the_magnitudes(name):
+    settings, maxima, exponents = TRACES[name]
+    trace = scales_after(ols.headroom_loss_scale(**settings), maxima)
+    assert np.log2(trace).tolist()[-len(exponents) :] == exponents
 
 
 def test_a_scale_so_low_that_all_gradients_underflow_rises_again():
@@ -98,21 +132,6 @@ def test_the_scale_rises_again_after_more_bad_batches_than_the_history_holds():
     assert trace[-1] == 2.0**24
 
 
-def test_a_magnitude_is_remembered_only_for_the_recent_steps():
-    rule = ols.headroom_loss_scale(history=100, recent=3, margin_bits=1.0)
-    assert scales_after(rule, [1.0, 8.0, 1.0, 1.0, 1.0])[1:] == [2.0**11] * 3 + [
-        2.0**14
-    ]
-
-
-def test_a_nonfinite_step_costs_one_bit_that_comes_back():
-    rule = ols.headroom_loss_scale(history=40, recent=4, margin_bits=0.0)
-    trace = scales_after(rule, [1.5] * 4 + [INF] + [1.5] * 9)
-    # The peak starts at 3 and loses a bit in 10 steps; 65504 / 3 is 0.41 bits above
-    # 2**14, and 65504 / 1.5 as much above 2**15. So 6 steps suffice.
-    assert trace[3:] == [2.0**15] + [2.0**14] * 6 + [2.0**15] * 4
-
-
 @pytest.mark.parametrize("bad", [1, 3, 12])
 def test_a_row_of_bad_batches_lowers_the_scale_by_one_bit_for_at_most_the_history(bad):
     rule = ols.headroom_loss_scale(history=64)
@@ -120,30 +139,6 @@ def test_a_row_of_bad_batches_lowers_the_scale_by_one_bit_for_at_most_the_histor
     assert trace[99] == 2.0**15
     assert trace[100 + bad] == 2.0**14
     assert trace[-1] == 2.0**15
-
-
-def test_bad_batches_in_turn_with_good_ones_cost_a_bit_each():
-    rule = ols.headroom_loss_scale(history=2400, recent=4, margin_bits=0.0)
-    trace = scales_after(rule, [1.5] * 4 + [INF, 1.5] * 5)
-    assert trace[4::2] == [2.0**e for e in (14, 13, 12, 11, 10)]
-
-
-def test_what_is_remembered_of_an_overflow_ends_with_the_history():
-    rule = ols.headroom_loss_scale(history=16, recent=4, margin_bits=0.0)
-    trace = scales_after(rule, [1.5] * 4 + [INF, 1.5] * 8 + [1.5] * 16)
-    # The peak was 3 * 2**7 and has faded by 7/4 bits until the last overflow; since
-    # then 16 steps have taken a quarter of a bit each.
-    assert trace[-3:] == [2.0**12, 2.0**13, 2.0**15]
-
-
-def test_a_search_is_taken_back_while_gradients_are_all_zero():
-    rule = ols.headroom_loss_scale(recent=16, margin_bits=0.0)
-    maxima = [1.5] * 20 + [INF] * 4 + [0.0] + [INF] * 4 + [0.0] * 9
-    trace = scales_after(rule, maxima)
-    assert trace[23] == 2.0**-10
-    assert trace[24] == 2.0**14
-    assert trace[28] == 2.0**-11
-    assert trace[29:] == [2.0**13] * 9
 
 
 def train(rule, true_maxima):
@@ -159,82 +154,22 @@ def train(rule, true_maxima):
     return jax.lax.scan(step, rule.init(), jnp.asarray(true_maxima, jnp.float32))[1]
 
 
-TORCH, HEADROOM = ols.presets.torch(), ols.headroom_loss_scale()
-
-
-@jax.jit
-@jax.vmap
-def train_both(true_maxima):
-    return train(TORCH, true_maxima), train(HEADROOM, true_maxima)
-
-
-def both(true_maxima):
-    """What `train` gives for the rule of torch and for ours, as NumPy arrays."""
-    return jax.device_get(train_both(np.asarray(true_maxima, np.float32)))
-
-
-def longest_row(zero, finite):
-    """The most all-zero updates in a row; skipped steps between them do not count."""
-    row = longest = 0
-    for is_zero in zero[finite]:
-        row = row + 1 if is_zero else 0
-        longest = max(longest, row)
-    return longest
-
-
-@pytest.mark.parametrize("level", [0, 15, 30])
+# The hardest histories of all are searched for in benchmarks/hardest_histories.py.
+@pytest.mark.parametrize("level", [0, 30])
 def test_headroom_loses_no_more_to_nan_batches_than_the_rule_of_torch(level):
-    periods = [100, 300, 500, 1000, 2000, 2300]
+    periods = [100, 500, 2300]
     maxima = np.full((len(periods), 10_000), 65504 * 2.0**-level, np.float32)
     for row, period in zip(maxima, periods, strict=True):
         row[period - 1 :: period] = np.nan
-    torch, ours = both(maxima)
-    assert np.all(ours[2].sum(axis=1) <= torch[2].sum(axis=1))
+    (torch, _, lost_by_torch), (ours, _, lost_by_us) = (
+        jax.device_get(jax.jit(jax.vmap(functools.partial(train, rule)))(maxima))
+        for rule in (ols.presets.torch(), ols.headroom_loss_scale())
+    )
+    assert np.all(lost_by_us.sum(axis=1) <= lost_by_torch.sum(axis=1))
     unused = [
-        np.nanmean(np.log2(65504 / maxima / scales), axis=1)
-        for scales, _, _ in (torch, ours)
+        np.nanmean(np.log2(65504 / maxima / scales), axis=1) for scales in (torch, ours)
     ]
     assert np.all(unused[1] <= unused[0] + 1)
-
-
-def test_bad_batches_in_turn_with_good_ones_cause_no_update_of_zeros():
-    maxima = np.full(4000, 0.125)
-    maxima[500:540:2] = np.nan
-    torch, ours = both([maxima])
-    assert (torch[2].sum(), ours[2].sum()) == (0, 0)
-
-
-# A symbol stands for many steps, so that a history has many regimes. The numbers are
-# bits below the largest magnitude that float16 can hold without a scale.
-symbols = st.sampled_from([math.nan, math.nan, 0.0, 8.0, 16.0, 24.0, 30.0])
-segments = st.tuples(st.lists(symbols, min_size=1, max_size=4), st.integers(1, 120))
-STEPS = 2000
-
-
-@given(st.lists(segments, min_size=1, max_size=30))
-def test_updates_are_zero_for_at_most_the_recent_steps_where_torch_has_none(history):
-    bits = [bit for pattern, times in history for bit in pattern * times][:STEPS]
-    bits += [history[0][0][0]] * (STEPS - len(bits))
-    torch, ours = both([65504 * 2.0 ** -np.asarray(bits)])
-    assume(not np.any(torch[2]))
-    assert ours[2].sum() <= 64
-
-
-@given(st.lists(segments, min_size=1, max_size=30))
-def test_the_same_holds_if_magnitudes_reach_down_to_what_torch_can_still_see(history):
-    # Here a number is the share of float16's 40 binades, at the scale of torch.
-    scales, finite_row = 16, 0
-    maxima = []
-    bits = [bit for pattern, times in history for bit in pattern * times][:STEPS]
-    for bit in bits + [30.0] * (STEPS - len(bits)):
-        maxima.append(65504 * 2.0 ** (-bit * 40.8 / 30 - scales))
-        finite_row = 0 if math.isnan(bit) else finite_row + 1
-        scales += -1 if math.isnan(bit) else finite_row == 2000
-        finite_row %= 2000
-    assume(scales >= -24)
-    torch, ours = both([maxima])
-    assert not np.any(torch[2])
-    assert longest_row(ours[2][0], ours[1][0]) <= 64
 
 
 def test_a_sudden_rise_of_nine_bits_costs_at_most_three_skips():
@@ -279,7 +214,7 @@ DAMAGES = [math.nan, INF, -INF, -1.0, 1e20, 3e38]
 
 @pytest.mark.parametrize("bad", DAMAGES)
 @pytest.mark.parametrize("field", ["recent", "peaks"])
-@pytest.mark.parametrize("where", [slice(None), 0, 2, -1])
+@pytest.mark.parametrize("where", [slice(None), 2])
 @pytest.mark.parametrize("maximum", [1.0, INF])
 def test_a_number_that_cannot_be_right_is_ignored(bad, field, where, maximum):
     rule = ols.headroom_loss_scale(recent=4, history=4, margin_bits=0.0)
@@ -299,34 +234,21 @@ def test_a_peak_that_would_overflow_at_the_present_scale_is_ignored():
     assert rule.adjust(damaged, True, 1.0).loss_scale == 2.0**15
 
 
+@eager_and_jitted
 @pytest.mark.parametrize("setting", ["recent", "history"])
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_state_that_was_saved_with_other_settings_is_refused(setting, run):
     settings = {"recent": 4, "history": 8}
     saved = ols.headroom_loss_scale(**settings | {setting: 6}).init()
     rule = ols.headroom_loss_scale(**settings)
-    restored = flax.serialization.from_bytes(
-        rule.init(), flax.serialization.to_bytes(saved)
-    )
     message = "`recent` 4 and `history` 8, got .*6.*Give the rule the settings"
     with pytest.raises(ValueError, match=message):
-        run(rule.adjust)(restored, True, 1.0)
+        run(rule.adjust)(saved, True, 1.0)
 
 
 def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
     rule = ols.headroom_loss_scale(margin_bits=2.0)
     state = ols.set_loss_scale(rule.adjust(rule.init(), True, 1.0), 8.0)
     assert rule.adjust(state, True, 1.0).loss_scale == 2.0**13
-
-
-def test_a_restored_state_continues_with_the_same_bits():
-    rule = ols.headroom_loss_scale(history=5)
-    maxima = [1.0, 4.0, INF, 2.0, 0.5, 0.25, 0.25, 0.25]
-    states = states_after(rule, np.isfinite(maxima), grads_max=maxima)
-    saved = jax.device_get(jax.tree.map(lambda leaf: leaf[3], states))
-    restored = jax.tree.map(jnp.asarray, saved)
-    rest = states_after(rule, np.isfinite(maxima[4:]), restored, maxima[4:])
-    assert_same_bits(rest, jax.tree.map(lambda leaf: leaf[4:], states))
 
 
 def test_by_default_headroom_remembers_64_steps_and_the_peaks_of_2400():
@@ -354,7 +276,6 @@ def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected)
         ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
         ({"init_scale": 0.0}, ValueError, "`init_scale` must be positive"),
         ({"min_scale": 8.0, "max_scale": 4.0}, ValueError, "Did you swap them"),
-        ({"min_scale": 5.0, "max_scale": 7.0}, ValueError, "a power of two between"),
     ],
 )
 def test_headroom_refuses_a_bad_setting(settings, error, message):

@@ -22,12 +22,6 @@ def test_equations_of_nested_programs_come_after_the_equation_that_holds_them():
     assert {*names[names.index("while") + 1 :]} == {"lt", "exp"}
 
 
-def test_a_closed_jaxpr_and_its_jaxpr_give_the_same_equations():
-    closed = jax.make_jaxpr(jnp.sin)(1.0)
-    for program in (closed, closed.jaxpr):
-        assert [e.primitive.name for e in equations_of(program)] == ["sin"]
-
-
 def test_an_equation_can_be_evaluated_with_other_parameters():
     cube = jax.make_jaxpr(lambda x: jax.lax.integer_pow(x, 3))(2.0).eqns[0]
     assert bind(cube.primitive, [jnp.asarray(2.0)], cube.params) == [8]

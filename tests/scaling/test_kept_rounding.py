@@ -33,10 +33,12 @@ def test_keeping_the_rounding_changes_no_bit_of_a_number(dtype):
     assert_same_bits(jax.jit(keep_rounding)(values), values)
 
 
+@pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("dtype", NARROW)
-def test_the_update_of_masters_is_the_difference_of_rounded_numbers(dtype):
+def test_the_update_of_masters_is_the_difference_of_rounded_numbers(dtype, compact):
+    tx = ols.loss_scaled(ols.master_weights(lenient(optax.sgd(1.0)), compact=compact))
     params = jnp.ones(2, dtype)
-    assert casts_left_out_on_gpu(TX.update, params, TX.init(params), params) == 0
+    assert casts_left_out_on_gpu(tx.update, params, tx.init(params), params) == 0
 
 
 @pytest.mark.parametrize("dtype", NARROW[:2])

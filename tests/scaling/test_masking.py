@@ -1,17 +1,12 @@
 """A bad step changes nothing, however the inner update is masked."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from helpers.compare import assert_same_bits, types
-from helpers.compat import set_mesh
+from helpers.compare import assert_same_bits
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -46,36 +41,8 @@ def test_masking_a_good_step_changes_no_bit():
 def test_a_bad_step_keeps_every_bit_of_the_old_state():
     new = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
     assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
-    other_key = {"key": jax.random.key(1)}
-    assert_same_bits(mask_state(BAD, other_key, KEY), KEY)
-
-
-@pytest.mark.parametrize("finite", [GOOD, BAD])
-@pytest.mark.parametrize("specs", [(P("data"), P(None)), (P(None), P("data"))])
-def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite, specs):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with set_mesh(mesh):
-        new, old = (
-            jax.device_put(array, NamedSharding(mesh, spec))
-            for array, spec in zip((jnp.ones(8), jnp.zeros(8)), specs, strict=True)
-        )
-        masked = jax.jit(mask_state)(finite, new, old)
-    assert masked.sharding == new.sharding
-    assert_same_bits(masked, new if finite else old)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("is_set", [False, True])
-def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type, is_set):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
-    old = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
-    with set_mesh(mesh) if is_set else contextlib.nullcontext():
-        masked = jax.jit(lambda old: mask_state(BAD, jnp.zeros(8), old))(old)
-    assert_same_bits(masked, old)
-
-
-def test_a_bad_step_also_keeps_python_numbers_in_a_state():
-    assert mask_state(BAD, {"count": 2}, {"count": 1})["count"] == 1
+    assert_same_bits(mask_state(BAD, {"key": jax.random.key(1)}, KEY), KEY)
+    assert mask_state(BAD, 2, 1) == 1
 
 
 def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
@@ -83,13 +50,6 @@ def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
     for name in ("f32", "f16", "complex"):
         assert not np.any(seen[name])
     assert seen["int"] is LEAVES["int"]
-
-
-def test_functions_among_extra_arguments_pass_through():
-    extra = {"value_fn": jnp.sum, "value": float("nan")}
-    seen = mask_inputs(BAD, extra)
-    assert seen["value_fn"] is jnp.sum
-    assert seen["value"] == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
@@ -102,20 +62,14 @@ def test_the_update_of_a_bad_step_keeps_positive_and_negative_zeros(dtype):
     assert_same_bits(jax.jit(optax.apply_updates)(params, updates), params)
 
 
-def test_types_are_kept_in_eager_and_jit():
-    arrays = {k: v for k, v in LEAVES.items() if k not in ("float0", "masked")}
-    for function in (mask_inputs, mask_updates):
-        assert types(function(BAD, arrays)) == types(arrays)
-        assert types(jax.jit(function)(BAD, arrays)) == types(arrays)
-
-
 def test_cast_like_restores_dtypes_and_leaves_the_rest():
-    old = {"f16": jnp.ones(2, jnp.float16), "int": jnp.arange(2), "number": 1, **KEY}
-    new = {**old, "f16": jnp.ones(2, jnp.float32), "number": 2}
+    count = jnp.zeros((), jnp.int32)
+    old = {"f16": jnp.ones(2, jnp.float16), "count": count, "number": 1, **KEY}
+    new = {**old, "f16": jnp.ones(2, jnp.float32), "count": 3, "number": 2}
     cast = cast_like(new, old)
-    assert cast["f16"].dtype == jnp.float16
-    assert cast["int"] is old["int"]
-    assert cast["number"] == 2
+    expected = {**old, "count": jnp.int32(3), "number": 2}
+    assert_same_bits(cast, expected)
+    assert cast["key"] is old["key"]
 
 
 OLD = {
@@ -192,63 +146,29 @@ def test_a_bad_step_that_runs_masked_keeps_the_state_and_updates_nothing(way):
     assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
 
 
-def test_updates_are_computed_from_the_masked_state():
-    @jax.jit
-    def halve(moment):
-        return jnp.broadcast_to(moment, (1, 2))[0] * 0.5
-
-    def momentum(grads, state):
-        moment, count = state
-        return (new := halve(moment) + grads), (new, count + 1)
-
-    def run(finite, grads, state):
-        return masked(finite, grads, state, momentum)
-
-    outer = jax.make_jaxpr(run)(GOOD, GRADS, (OLD["moment"], OLD["count"])).jaxpr
-    (call,) = outer.eqns
-    program = call.params["jaxpr"].jaxpr
-    _, moment, _ = program.outvars
-    (mask,) = [e for e in program.eqns if moment in e.outvars]
-    assert mask.primitive.name == "select_n"
-    unmasked = mask.invars[2]
-    assert [e for e in program.eqns if unmasked in e.invars] == [mask]
-    assert any(moment in e.invars for e in program.eqns)
+def follow(grads, state):
+    """A state that is computed from the update."""
+    new = -2 * grads
+    return new, (state + new, new)
 
 
-def test_a_state_that_is_computed_from_the_update_reads_the_masked_update():
-    # `apply_updates` reads it too, so XLA can compute both in one kernel.
-    def follow(grads, state):
-        new = -2 * grads
-        return new, state + new
-
-    def run(finite, grads, state):
-        return masked(finite, grads, state, follow)
-
-    outer = jax.make_jaxpr(run)(GOOD, GRADS, OLD["moment"]).jaxpr
-    (call,) = outer.eqns
-    program = call.params["jaxpr"].jaxpr
-    masked_update, _ = program.outvars
-    (mask,) = [e for e in program.eqns if masked_update in e.outvars]
-    assert [e for e in program.eqns if mask.invars[2] in e.invars] == [mask]
-    assert any(masked_update in e.invars for e in program.eqns)
-    for finite in (GOOD, BAD):
-        expected = mask_results(finite, *follow(GRADS, OLD["moment"]), OLD["moment"])
-        assert_same_bits(jax.jit(run)(finite, GRADS, OLD["moment"]), expected)
+def accumulate(grads, state):
+    """An update that is the new moment too."""
+    new = state + grads
+    return new, (new, new * 2)
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_an_update_that_is_the_new_moment_too_is_masked_as_each(finite):
-    def run(grads, state):
-        new = state + grads
-        return new, (new, new * 2)
+@pytest.mark.parametrize("update", [follow, accumulate])
+def test_update_and_state_that_share_numbers_are_masked_as_each(update, finite):
+    state, finite = (OLD["moment"], GRADS), jnp.asarray(finite)
 
-    state = OLD["moment"], GRADS
-    finite = jnp.asarray(finite)
-    expected = mask_results(finite, *run(GRADS, OLD["moment"]), state)
-    got = jax.jit(
-        lambda grads, state: run_masked(finite, lambda: run(grads, state[0]), state)
-    )(GRADS, state)
-    assert_same_bits(got, expected)
+    @jax.jit
+    def run(grads, state):
+        return run_masked(finite, lambda: update(grads, state[0]), state)
+
+    expected = mask_results(finite, *update(GRADS, OLD["moment"]), state)
+    assert_same_bits(run(GRADS, state), expected)
 
 
 @pytest.mark.parametrize("way", ["jit", "vmap in jit", "scan"])
@@ -273,30 +193,13 @@ def test_an_update_is_traced_once(way):
     assert len(calls) == 1
 
 
-def test_a_traced_update_adds_one_equation_however_many_leaves_it_has():
-    # Its equations are not copied into the step one by one.
-    def equations(leaves):
-        grads = [GRADS] * leaves
-        tx = optax.adam(0.1)
-
-        def run(finite, grads, state):
-            return run_masked(finite, lambda: tx.update(grads, state), state)
-
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return jax.make_jaxpr(run)(GOOD, grads, tx.init(grads)).jaxpr.eqns
-
-    assert len(equations(1)) == len(equations(20)) == 1
-
-
-def test_an_update_that_reads_arrays_from_outside_is_masked_early():
+def test_an_update_that_reads_arrays_from_outside_is_masked():
     rate, state = jnp.asarray(0.5), OLD["moment"]
 
     def run(grads):
         new = state + grads
         return run_masked(BAD, lambda: (rate * new, (new, jnp.asarray(1))), (state, 0))
 
-    (*_, call) = jax.make_jaxpr(run)(GRADS).jaxpr.eqns
-    assert call.primitive.name in ("jit", "pjit")
     updates, (moment, count) = jax.jit(run)(GRADS)
     assert_same_bits(updates, -jnp.zeros(2))
     assert_same_bits(moment, OLD["moment"])
@@ -358,21 +261,6 @@ def test_an_update_that_is_staged_while_jit_is_disabled_is_masked_too():
     assert_same_bits(list(flat), expected)
 
 
-@pytest.mark.parametrize("prints", [False, True])
-def test_an_update_with_side_effects_is_traced_once_too(prints):
-    calls = []
-
-    def traced(grads, state):
-        calls.append(None)
-        if prints:
-            jax.debug.print("a side effect")
-        return update(grads, state)
-
-    run = jax.jit(lambda *args: masked(*args, traced))
-    assert_same_bits(run(GOOD, GRADS, OLD), WAYS["jit"](GOOD, GRADS, OLD))
-    assert len(calls) == 1
-
-
 def test_an_error_of_the_update_is_raised_unchanged():
     def broken(grads, state):
         raise KeyError("no such moment")
@@ -389,20 +277,6 @@ def test_a_profile_shows_the_names_of_the_update():
     run = jax.jit(lambda *args: masked(*args, named))
     lowered = run.lower(GOOD, GRADS, OLD["moment"])
     assert "first_moment" in lowered.as_text(debug_info=True)
-
-
-def test_cast_like_makes_an_array_of_a_number_where_there_was_one():
-    old = {"count": jnp.zeros((), jnp.int32), "rate": jnp.ones((), jnp.float16)}
-    cast = cast_like({"count": 0, "rate": 0.5}, old)
-    assert_same_bits(cast, {"count": jnp.int32(0), "rate": jnp.float16(0.5)})
-
-
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e4m3fnuz])
-def test_the_update_of_a_bad_step_is_no_nan_in_float8(dtype):
-    # float8_e4m3fnuz has no negative zero: a zero negated is NaN.
-    params = jnp.asarray([0.0, -0.0, 1.0], dtype)
-    for mask in (mask_updates, jax.jit(mask_updates)):
-        assert_same_bits(optax.apply_updates(params, mask(BAD, params)), params)
 
 
 def test_finite_numbers_stay_numbers_and_others_are_masked():

@@ -7,10 +7,12 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from tests.helpers.compare import assert_same_bits, types
+from helpers.compare import assert_same_bits, types
+from helpers.steps import eager_and_jitted
 
 PARAMS = jnp.ones(2)
 RULES = {
+    "dynamic": ols.dynamic_loss_scale(),
     "smooth": ols.smooth_loss_scale(growth_bits=0.3),
     "headroom": ols.headroom_loss_scale(history=4, recent=3),
 }
@@ -25,36 +27,66 @@ def trained(name):
     return tx, state
 
 
-def lists(leaf):
-    """What JSON makes of an array."""
-    return np.asarray(leaf).tolist()
+def each(convert):
+    return lambda state: jax.tree.map(convert, state)
 
 
-def bfloat16(leaf):
-    return leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf
+def numbers(state):
+    """What JSON makes of a state: numbers of Python, and lists of them."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), state)
 
 
-@pytest.mark.fast_every(2)
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def unsigned(leaf):
+    return leaf.astype(jnp.uint16) if leaf.dtype == jnp.int32 else leaf
+
+
+RESTORED = {
+    "Python": numbers,
+    "NumPy": each(lambda leaf: np.asarray(leaf)[()]),
+    "NumPy, 64 bits": lambda state: jax.tree.map(np.asarray, numbers(state)),
+    "JAX, float": each(lambda leaf: leaf.astype(float)),
+    "JAX, unsigned": each(unsigned),
+}
+
+
+@pytest.mark.fast_every(4)
+@eager_and_jitted
+@pytest.mark.parametrize("kind", RESTORED)
 @pytest.mark.parametrize("name", RULES)
-def test_a_run_goes_on_from_lists_and_numbers_as_json_restores_them(name, run):
+def test_a_run_goes_on_with_the_same_bits_from_what_a_checkpoint_restores(
+    name, kind, run
+):
     tx, state = trained(name)
-    restored = jax.tree.map(lists, state)
+    restored = RESTORED[kind](state)
     expected = run(tx.update)(PARAMS, state, PARAMS)
     actual = run(tx.update)(PARAMS, restored, PARAMS)
     assert_same_bits(actual, expected)
     assert types(actual) == types(expected)
+    scaled = ols.scale(2.0, restored)
+    assert_same_bits(scaled, ols.scale(2.0, state))
+
+
+@pytest.mark.parametrize("kind", RESTORED)
+def test_metrics_and_raise_if_stalled_read_a_restored_state(kind):
+    tx, state = trained("dynamic")
+    _, state = tx.update(PARAMS * jnp.nan, state)
+    restored = RESTORED[kind](state)
+    assert_same_bits(ols.loss_scale_metrics(restored), ols.loss_scale_metrics(state))
+    ols.raise_if_stalled(restored, max_consecutive=2)
+    with pytest.raises(ols.LossScaleStalledError, match=r"the last 1 steps .* is 8192"):
+        ols.raise_if_stalled(restored, max_consecutive=1)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_state_restored_in_bfloat16_goes_on_in_float32(name):
     tx, state = trained(name)
-    _, new = tx.update(PARAMS, jax.tree.map(bfloat16, state), PARAMS)
+    restored = optax.tree.cast(state, jnp.bfloat16)
+    _, new = tx.update(PARAMS, restored, PARAMS)
     assert types(new) == types(state)
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", RULES)
+@eager_and_jitted
+@pytest.mark.parametrize("name", ["smooth", "headroom"])
 def test_a_scale_restored_with_another_number_of_axes_is_refused(name, run):
     tx, state = trained(name)
     restored = jax.tree.map(lambda leaf: leaf[None], state)

@@ -1,42 +1,35 @@
 """scale and unscale, leaf by leaf."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compat import enable_x64
+from helpers.steps import eager_and_jitted
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+DTYPES = [(dtype, jnp.float32) for dtype in [*NARROW, jnp.float32]]
+DTYPES += [(dtype, dtype) for dtype in (jnp.float64, jnp.complex64, jnp.complex128)]
 
 
-@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
-@pytest.mark.parametrize("dtype", [*NARROW, jnp.float32])
-def test_scale_and_unscale_return_float32_for_float32_and_narrower_dtypes(
-    function, dtype
-):
-    assert function(jnp.ones(2, dtype), STATE).dtype == jnp.float32
-
-
-@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
-def test_scale_and_unscale_keep_float64_and_complex(function):
+@pytest.mark.parametrize(("dtype", "expected"), DTYPES)
+def test_scale_multiplies_and_unscale_divides_in_float32_or_wider(dtype, expected):
     with enable_x64(True):
-        for dtype in (jnp.float64, jnp.complex64, jnp.complex128):
-            assert function(jnp.ones(2, dtype), STATE).dtype == dtype
+        numbers = jnp.asarray([1.0, -3.0]).astype(dtype)
+        for function, factor in ((ols.scale, 2.0**10), (ols.unscale, 2.0**-10)):
+            result = function(numbers, STATE)
+            assert result.dtype == expected
+            assert result.tolist() == [factor, -3 * factor]
 
 
-def test_scale_multiplies():
-    assert ols.scale(jnp.asarray([1.0, -3.0]), STATE).tolist() == [1024.0, -3072.0]
-
-
-def test_unscale_divides():
-    assert ols.unscale(jnp.asarray([1.0, -3.0]), STATE).tolist() == [
-        2.0**-10,
-        -3 * 2.0**-10,
-    ]
+def test_scale_accepts_a_python_number():
+    assert ols.scale(3.0, STATE) == 3072.0
 
 
 def test_unscale_multiplies_by_the_reciprocal_of_the_scale():
@@ -58,19 +51,11 @@ def test_scale_accepts_a_callable_pytree_and_refuses_a_function():
         ols.scale(lambda x: x, state)
 
 
-def test_scale_accepts_a_python_number():
-    assert ols.scale(3.0, STATE) == 3072.0
-
-
-def test_scale_does_not_overflow_a_float16_loss():
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**24])
+def test_scale_does_not_overflow_a_float16_loss(scale):
     # A bug of mpx and Keras: a loss of 3 times 2**15 is infinite in float16.
-    state = ols.static_loss_scale(2.0**15).init()
-    assert ols.scale(jnp.float16(3), state) == 98304.0
-    for scale in (2.0**15, 2.0**16, 2.0**24):
-        state = ols.static_loss_scale(scale).init()
-        assert ols.scale(jnp.float16(3.0), state) == 3 * scale
-    scaled = ols.scale(jnp.ones(1, jnp.float16), state)
-    assert (scaled.dtype, scaled.tolist()) == (jnp.float32, [2.0**24])
+    state = ols.static_loss_scale(scale).init()
+    assert ols.scale(jnp.float16(3.0), state) == 3 * scale
 
 
 def test_unscale_does_not_underflow_in_float16():
@@ -90,24 +75,6 @@ def test_scale_keeps_an_infinite_real_part_out_of_the_imaginary_part():
     value = jax.lax.complex(jnp.float32(jnp.inf), jnp.float32(-1.0))
     scaled = ols.scale(value, STATE)
     assert (scaled.real, scaled.imag) == (jnp.inf, -1024.0)
-
-
-@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
-def test_leaves_that_are_not_floating_pass_through(function):
-    tree = {
-        "int": jnp.arange(3),
-        "bool": jnp.asarray([True]),
-        "float0": np.zeros(2, jax.dtypes.float0),
-        "key": jax.random.key(0),
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "number": 3,
-    }
-    out = function(tree, STATE)
-    assert jax.tree.structure(out) == jax.tree.structure(tree)
-    assert all(
-        a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True)
-    )
 
 
 def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
@@ -133,18 +100,12 @@ def updated(grads):
     return tx.update(ols.unscale(grads, opt_state), opt_state)[0]
 
 
+@eager_and_jitted
 @pytest.mark.parametrize("step", [twice, updated])
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_gradients_that_unscale_returned_are_not_unscaled_again(step, jit):
+def test_gradients_that_unscale_returned_are_not_unscaled_again(step, run):
     message = r"got an array that `unscale` has returned.*grads_unscaled=True"
     with pytest.raises(ValueError, match=message):
-        jit(step)({"w": jnp.ones(2), "b": jnp.ones(1)})
-
-
-def test_the_same_scaled_gradients_may_be_unscaled_several_times():
-    grads = jnp.ones(2)
-    for _ in range(2):
-        assert ols.unscale(grads, STATE)[0] == 2.0**-10
+        run(step)({"w": jnp.ones(2), "b": jnp.ones(1)})
 
 
 def test_leaves_that_are_left_alone_are_not_taken_for_unscaled_ones():
@@ -155,20 +116,39 @@ def test_leaves_that_are_left_alone_are_not_taken_for_unscaled_ones():
     assert ols.unscale(rest, STATE)["seen"][0] == 2.0**-10
 
 
-def test_what_was_computed_from_unscaled_gradients_may_be_scaled_and_unscaled():
-    unscaled = ols.unscale(jnp.ones(2), STATE)
-    again = ols.unscale(ols.scale(unscaled, STATE), STATE)
-    np.testing.assert_array_equal(again, unscaled)
-
-
 def test_gradients_may_be_unscaled_for_two_scales_one_after_the_other():
     other = ols.static_loss_scale(2.0**4).init()
     twice_scaled = ols.scale(ols.scale(jnp.ones(2), STATE), other)
-    grads = ols.unscale(ols.unscale(twice_scaled, STATE), other)
-    np.testing.assert_array_equal(grads, [1.0, 1.0])
+    for _ in range(2):  # The same ones may be unscaled several times.
+        grads = ols.unscale(ols.unscale(twice_scaled, STATE), other)
+        np.testing.assert_array_equal(grads, [1.0, 1.0])
+    again = ols.unscale(ols.scale(grads, STATE), STATE)
+    np.testing.assert_array_equal(again, grads)
 
 
 def test_without_a_loss_scale_there_is_nothing_to_unscale_twice():
     state = ols.no_loss_scale().init()
     grads = ols.unscale(ols.unscale(jnp.ones(2), state), state)
     np.testing.assert_array_equal(grads, [1.0, 1.0])
+
+
+def is_weight(path, _):
+    return "bias" not in jax.tree_util.keystr(path)
+
+
+def test_a_mask_can_be_an_equinox_module_although_it_is_callable():
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    mask = jax.tree.map_with_path(is_weight, model)
+    assert callable(mask)
+    unscaled = ols.unscale(model, STATE, mask=mask)
+    np.testing.assert_array_equal(unscaled.weight, model.weight * 2.0**-10)
+    np.testing.assert_array_equal(unscaled.bias, model.bias)
+
+
+def test_a_mask_can_hold_its_bools_in_flax_variables():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 4.0), nnx.state(model, nnx.Param))
+    mask = jax.tree.map_with_path(is_weight, grads)
+    unscaled = ols.unscale(grads, STATE, mask=mask)
+    np.testing.assert_array_equal(unscaled["kernel"][...], np.full((2, 2), 2.0**-8))
+    np.testing.assert_array_equal(unscaled["bias"][...], [4.0, 4.0])

@@ -80,13 +80,14 @@ def test_the_smooth_rule_treats_a_fraction_out_of_range_as_zero(bad):
     assert_same_bits(rule.adjust(damaged, True), rule.adjust(state, True))
 
 
-@pytest.mark.parametrize("name", ["growth_bits", "backoff_bits"])
-@pytest.mark.parametrize("value", [0.0, -1.0, 126.5, 1000.0, math.nan])
-def test_smooth_refuses_a_bad_setting(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be finite, at least 9.5"):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *[("growth_bits", x, "finite, at least 9.5") for x in (0.0, 126.5, math.nan)],
+        *[("backoff_bits", x, "finite, at least 9.5") for x in (0.0, -1.0, 1000.0)],
+        ("init_scale", 0.0, "positive"),
+    ],
+)
+def test_smooth_refuses_a_bad_setting(name, value, message):
+    with pytest.raises(ValueError, match=f"`{name}` must be {message}"):
         ols.smooth_loss_scale(**{name: value})
-
-
-def test_smooth_refuses_a_bad_first_scale():
-    with pytest.raises(ValueError, match="`init_scale` must be positive"):
-        ols.smooth_loss_scale(0.0)

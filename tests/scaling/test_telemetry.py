@@ -6,15 +6,15 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import optax_lossscale as ols
-from helpers.compare import assert_same_bits, types
+from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
 from helpers.inner import adam
 from helpers.nodes import Twins
+from helpers.steps import eager_and_jitted
 
 RULE = ols.dynamic_loss_scale(1024.0)
 
@@ -26,47 +26,25 @@ def after(history, rule=RULE):
     return state
 
 
-def test_metrics_before_the_first_step_show_the_initial_scale():
-    metrics = ols.loss_scale_metrics(RULE.init())
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "loss_scale": 1024.0,
-        "last_finite": True,
-        "notfinite_count": 0,
-        "total_notfinite": 0,
-        "skip_rate": 0.0,
-    }
-
-
-def test_metrics_after_some_steps_count_the_skipped_ones():
-    metrics = ols.loss_scale_metrics(after([False, True, False, False]))
-    assert {name: value.item() for name, value in metrics.items()} == {
-        "loss_scale": 128.0,
-        "last_finite": False,
-        "notfinite_count": 2,
-        "total_notfinite": 3,
-        "skip_rate": 0.75,
-    }
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([], [1024.0, True, 0, 0, 0.0]),
+        ([True, False], [512.0, False, 1, 1, 0.5]),
+        ([False, True, False, False], [128.0, False, 2, 3, 0.75]),
+    ],
+)
+def test_metrics_count_the_skipped_steps_and_become_json(history, expected):
+    metrics = ols.loss_scale_metrics(after(history))
+    text = json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))
+    names = "loss_scale", "last_finite", "notfinite_count", "total_notfinite"
+    assert json.loads(text) == dict(zip([*names, "skip_rate"], expected, strict=True))
 
 
 def test_the_skip_rate_is_one_in_float32_when_the_only_step_was_skipped():
     with enable_x64(True):
         rate = ols.loss_scale_metrics(after([False]))["skip_rate"]
     assert (rate, rate.dtype) == (1.0, jnp.float32)
-
-
-def test_metrics_can_be_stacked_by_scan():
-    def step(state, finite):
-        state = RULE.adjust(state, finite)
-        return state, ols.loss_scale_metrics(state)
-
-    _, history = jax.lax.scan(step, RULE.init(), jnp.asarray([True, False]))
-    assert history["loss_scale"].tolist() == [1024.0, 512.0]
-    assert history["skip_rate"].tolist() == [0.0, 0.5]
-
-
-def test_metrics_can_be_read_from_an_optimizer_state():
-    opt_state = ols.loss_scaled(adam(), RULE).init(jnp.ones(2))
-    assert ols.loss_scale_metrics(opt_state)["loss_scale"] == 1024.0
 
 
 def test_raise_if_stalled_is_silent_below_the_limit():
@@ -102,94 +80,16 @@ def test_raise_if_stalled_refuses_a_limit_below_one(limit):
         ols.raise_if_stalled(RULE.init(), limit)
 
 
-def numbers(state):
-    """A state as JSON or msgpack restores it: numbers of Python."""
-    return jax.tree.map(lambda leaf: leaf.item(), state)
-
-
-def unsigned(leaf):
-    return leaf.astype(jnp.uint16) if leaf.dtype == jnp.int32 else leaf
-
-
-RESTORED = {
-    "Python": numbers,
-    "NumPy": lambda state: jax.tree.map(lambda leaf: leaf.dtype.type(leaf), state),
-    "NumPy, 64 bits": lambda state: jax.tree.map(np.asarray, numbers(state)),
-    "float": lambda state: jax.tree.map(float, state),
-    "JAX, float": lambda state: jax.tree.map(lambda leaf: leaf.astype(float), state),
-    "JAX, unsigned": lambda state: jax.tree.map(unsigned, state),
-}
-
-
-@pytest.mark.parametrize("kind", RESTORED)
-def test_metrics_of_a_state_restored_as_numbers_are_those_of_its_arrays(kind):
-    state = after([False, True, False])
-    metrics = ols.loss_scale_metrics(RESTORED[kind](state))
-    assert_same_bits(metrics, ols.loss_scale_metrics(state))
-    assert metrics["skip_rate"] == jnp.float32(2 / 3)
-
-
-@pytest.mark.parametrize("kind", RESTORED)
-def test_raise_if_stalled_reads_a_state_restored_as_numbers(kind):
-    state = RESTORED[kind](after([False, False]))
-    ols.raise_if_stalled(state, max_consecutive=3)
-    with pytest.raises(ols.LossScaleStalledError, match=r"the last 2 steps .* is 256"):
-        ols.raise_if_stalled(state, max_consecutive=2)
-
-
-@pytest.mark.fast_every(4)
-@pytest.mark.parametrize("is_jitted", [False, True])
-@pytest.mark.parametrize("kind", RESTORED)
-def test_a_run_goes_on_with_the_same_types_from_a_state_of_numbers(kind, is_jitted):
-    tx = ols.loss_scaled(optax.sgd(0.1), RULE)
-    params = jnp.ones(2)
-    update = jax.jit(tx.update) if is_jitted else tx.update
-    state = tx.init(params)._replace(loss_scale_state=after([False, True]))
-    restored = state._replace(loss_scale_state=RESTORED[kind](after([False, True])))
-    expected, actual = (update(params, s, params)[1] for s in (state, restored))
-    assert_same_bits(actual, expected)
-    assert types(actual) == types(expected)
-    scaled = ols.scale(2.0, restored)
-    assert (scaled, scaled.dtype) == (1024.0, jnp.float32)
-
-
-def test_metrics_of_no_loss_scale_show_the_scale_that_is_used():
-    state = ols.no_loss_scale().init()._replace(loss_scale=jnp.float32(jnp.nan))
-    assert ols.loss_scale_metrics(state)["loss_scale"] == ols.get_loss_scale(state) == 1
-
-
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_metrics_give_the_norm_of_the_unscaled_gradients(jit):
+@eager_and_jitted
+def test_metrics_give_the_norm_of_the_unscaled_gradients(run):
     tx = ols.loss_scaled(adam(), RULE)
-    params = {"w": jnp.zeros(2), "b": jnp.zeros(()), "steps": jnp.arange(2)}
-    opt_state = tx.init({"w": params["w"], "b": params["b"]})
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+    opt_state = tx.init(params)
     loss_fn = lambda p: 3 * p["w"][0] + 4 * p["w"][1] + 12 * p["b"]  # noqa: E731
     grads = ols.scaled_grad(loss_fn, opt_state)(params)
-    metrics = jit(lambda g: ols.loss_scale_metrics(opt_state, grads=g))(grads)
+    metrics = run(lambda g: ols.loss_scale_metrics(opt_state, grads=g))(grads)
     assert metrics["grad_norm"].dtype == jnp.float32
     assert metrics["grad_norm"] == 13.0
-
-
-def test_the_gradient_norm_of_an_overflow_is_not_finite():
-    metrics = ols.loss_scale_metrics(RULE.init(), grads=jnp.asarray([jnp.inf, 1.0]))
-    assert metrics["grad_norm"] == jnp.inf
-
-
-def test_the_gradient_norm_leaves_out_what_is_no_floating_array():
-    grads = {"w": jnp.full(1, 2048.0, jnp.float16), "n": jnp.arange(3), "f": None}
-    assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
-
-
-def test_metrics_become_json_by_the_documented_call():
-    metrics = ols.loss_scale_metrics(after([True, False]))
-    text = json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))
-    assert json.loads(text) == {
-        "loss_scale": 512.0,
-        "last_finite": False,
-        "notfinite_count": 1,
-        "total_notfinite": 1,
-        "skip_rate": 0.5,
-    }
 
 
 def test_raise_if_stalled_inside_jit_says_where_to_call_it():
@@ -197,10 +97,17 @@ def test_raise_if_stalled_inside_jit_says_where_to_call_it():
         jax.jit(lambda state: ols.raise_if_stalled(state))(RULE.init())
 
 
-def test_the_gradient_norm_counts_every_leaf_of_a_node_that_gives_all_one_key():
-    grads = Twins(*(jnp.full(1, 1024.0) for _ in range(4)))
-    assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == 2.0
-    assert len(ols.diagnostics.nonfinite_report(grads)) == 4
+@pytest.mark.parametrize(
+    ("grads", "expected"),
+    [
+        (jnp.asarray([jnp.inf, 1.0]), jnp.inf),
+        ({"w": jnp.full(1, 2048, jnp.float16), "n": jnp.arange(3), "f": None}, 2.0),
+        (Twins(*(jnp.full(1, 1024.0) for _ in range(4))), 2.0),
+    ],
+    ids=["overflow", "leaves that are not floating", "leaves of one key"],
+)
+def test_the_gradient_norm_counts_every_floating_leaf(grads, expected):
+    assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == expected
 
 
 WARNING = (

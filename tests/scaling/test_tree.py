@@ -45,19 +45,16 @@ OTHERS = {
     "text": "x",
     "function": jnp.sum,
     "integer": 1,
+    "integers": jnp.arange(3),
     "bool": True,
     "objects": np.asarray([1.5, None], object),
     "texts": np.asarray(["a"]),
     "times": np.asarray(["2020-01-01"], np.datetime64),
+    "float0": np.zeros(3, jax.dtypes.float0),
     "key": jax.random.key(0),
     "none": None,
 }
 STATE = ols.static_loss_scale(2.0).init()
-
-
-def test_a_widened_leaf_has_a_strong_type():
-    assert not widen(jnp.asarray(1.0)).weak_type
-    assert not widen(1.0).weak_type
 
 
 def test_an_abstract_parameter_keeps_its_sharding_when_widened():
@@ -70,13 +67,15 @@ def test_an_abstract_parameter_keeps_its_sharding_when_widened():
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_is_no_floating_array_is_left_alone(kind):
     leaf = OTHERS[kind]
-    tree = {"array": jnp.ones(1), "other": leaf}
+    tree = {"array": jnp.ones(1), "other": leaf, "empty": jnp.zeros((0, 2))}
     assert ols.all_finite(tree)
     assert ols.max_magnitude(tree) == 1
     assert ols.scale(tree, STATE)["other"] is leaf
     assert ols.unscale(tree, STATE)["other"] is leaf
-    assert list(ols.diagnostics.nonfinite_report(tree)) == ["array"]
+    assert list(ols.diagnostics.nonfinite_report(tree)) == ["array", "empty"]
     assert ols.diagnostics.headroom_bits(tree, dtype=jnp.float32) > 127
+    assert ols.diagnostics.exponent_histogram(tree).counts.sum() == 1
+    assert ols.diagnostics.underflow_fraction(tree) == 0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,8 @@ def test_a_wide_copy_of_an_abstract_parameter_is_zero():
 
 
 def test_only_a_weakly_typed_array_is_strengthened():
-    assert not strengthen(jnp.asarray(1.0)).weak_type
+    for strong in (strengthen(jnp.asarray(1.0)), widen(jnp.asarray(1.0)), widen(1.0)):
+        assert not strong.weak_type
     for leaf in (jnp.ones(2), jax.random.key(0), np.ones(2), 1.0, "x"):
         assert strengthen(leaf) is leaf
     abstract = jax.eval_shape(lambda: jnp.asarray(1.0))

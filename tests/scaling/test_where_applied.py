@@ -9,49 +9,43 @@ from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.modules import Net, arrays_of
+from helpers.steps import eager_and_jitted
 
 TX = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(2.0**10))
 APPLIED = TX.init(jnp.ones(2))
 _, SKIPPED = TX.update(jnp.full(2, jnp.nan), APPLIED)
-NEW = {"mean": jnp.asarray([jnp.nan, 1.0]), "count": jnp.asarray(4), "name": "new"}
-OLD = {"mean": jnp.asarray([2.0, 3.0]), "count": jnp.asarray(3), "name": "old"}
+NEW = {
+    "mean": jnp.asarray([jnp.nan, 1.0]),
+    "count": jnp.asarray(4),
+    "key": jax.random.key(4),
+}
+OLD = {
+    "mean": jnp.asarray([2.0, 3.0]),
+    "count": jnp.asarray(3),
+    "key": jax.random.key(3),
+}
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped(jit):
-    new, old = ({k: tree[k] for k in ("mean", "count")} for tree in (NEW, OLD))
-    select = jit(lambda opt_state: ols.where_applied(opt_state, new, old))
-    assert_same_bits(select(APPLIED), new)
-    assert_same_bits(select(SKIPPED), old)
+@eager_and_jitted
+def test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped(run):
+    select = run(lambda opt_state: ols.where_applied(opt_state, NEW, OLD))
+    assert_same_bits(select(APPLIED), NEW)
+    assert_same_bits(select(SKIPPED), OLD)
+    assert ols.where_applied(SKIPPED, "new", "old") == "new"  # It is no array.
 
 
-def test_leaves_that_are_no_arrays_are_those_of_new():
-    assert ols.where_applied(SKIPPED, NEW, OLD)["name"] == "new"
-
-
-def test_a_step_that_was_not_accepted_counts_as_skipped():
-    for rule in (ols.dynamic_loss_scale(), ols.no_loss_scale()):
-        tx = ols.loss_scaled(optax.sgd(0.1), rule)
-        _, opt_state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), accept=False)
-        assert ols.where_applied(opt_state, 1.0, 2.0) == 2.0
-
-
-def test_random_keys_are_selected():
-    keys = jax.random.split(jax.random.key(0))
-    kept = ols.where_applied(SKIPPED, keys[0], keys[1])
-    assert_same_bits(jax.random.key_data(kept), jax.random.key_data(keys[1]))
-
-
-def test_arrays_of_another_shape_are_refused_instead_of_broadcast():
-    with pytest.raises(
-        ValueError, match=r"same structure and shapes, got \(2,\) and \(\)"
-    ):
-        ols.where_applied(APPLIED, jnp.ones(2), jnp.ones(()))
-
-
-def test_trees_of_another_structure_are_refused():
-    with pytest.raises(ValueError, match=r"pytree|Dict key"):
-        ols.where_applied(APPLIED, {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+@pytest.mark.parametrize(
+    ("new", "old", "message"),
+    [
+        (jnp.ones(2), jnp.ones(()), r"same structure and shapes, got \(2,\) and \(\)"),
+        ([jnp.ones(2)], [None], r"structure and shapes, got \(2,\) and None"),
+        ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "pytree|Dict key"),
+    ],
+)
+def test_trees_of_another_structure_or_shape_are_refused(new, old, message):
+    with pytest.raises(ValueError, match=message):
+        ols.where_applied(SKIPPED, new, old)
 
 
 def test_each_member_of_a_stacked_state_selects_its_own_rows():
@@ -70,7 +64,7 @@ def test_several_states_are_refused_and_a_found_one_is_taken():
 
 
 def test_an_old_state_that_shares_variables_with_the_new_one_is_refused():
-    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    model = Net(width=2)
     old = nnx.state(model, nnx.BatchStat)
     model(jnp.arange(4.0).reshape(2, 2))
     new = nnx.state(model, nnx.BatchStat)
@@ -78,46 +72,15 @@ def test_an_old_state_that_shares_variables_with_the_new_one_is_refused():
         ols.where_applied(APPLIED, new, old)
 
 
-def test_a_copy_of_an_nnx_state_keeps_its_values():
-    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
-    model(jnp.full((2, 2), jnp.nan))
-    new = nnx.state(model, nnx.BatchStat)
-    nnx.update(model, ols.where_applied(SKIPPED, new, old))
-    np.testing.assert_array_equal(model.mean[...], [0.0, 0.0])
-    np.testing.assert_array_equal(model.var[...], [1.0, 1.0])
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(2, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.out = nnx.Linear(2, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.dropout(self.norm(x)))
-
-
-def flat(model):
-    return nnx.to_flat_state(nnx.state(model))
-
-
-def raw(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else jnp.copy(leaf)
-
-
 def numbers(model):
-    return [raw(variable[...]) for _, variable in flat(model)]
+    return arrays_of(nnx.clone(model))
 
 
-@pytest.mark.parametrize("jit", [nnx.jit, lambda f: f], ids=["jit", "eager"])
-def test_a_skipped_step_leaves_a_whole_nnx_model_as_it_was(jit):
-    model = Net()
+def test_a_skipped_step_leaves_a_whole_nnx_model_as_it_was():
+    model = Net(width=2)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
-    @jit
+    @nnx.jit
     def step(model, optimizer, x):
         old = nnx.clone(model)
         grad_fn = ols.scaled_grad(lambda model, x: jnp.mean(model(x)), optimizer)
@@ -139,7 +102,7 @@ def test_a_skipped_step_leaves_a_whole_nnx_model_as_it_was(jit):
 
 
 def test_several_nnx_models_may_stand_in_a_tree_beside_arrays():
-    model, target = Net(), Net()
+    model, target = Net(width=2), Net(width=2)
     old = {"model": nnx.clone(model), "target": nnx.clone(target), "mean": 1.0}
     before = numbers(target)
     model(jnp.ones((4, 2)))
@@ -156,7 +119,7 @@ def test_several_nnx_models_may_stand_in_a_tree_beside_arrays():
 
 
 def test_a_variable_is_changed_in_place_too():
-    model = Net()
+    model = Net(width=2)
     old = nnx.clone(model.norm.mean)
     model(jnp.ones((4, 2)))
     kept = ols.where_applied(SKIPPED, {"mean": model.norm.mean}, {"mean": old})
@@ -168,7 +131,7 @@ def test_a_tree_that_holds_the_loss_scale_is_refused():
     # It would put back the scale and the counts of every skipped step.
     class Trainer(nnx.Module):
         def __init__(self):
-            self.model = Net()
+            self.model = Net(width=2)
             self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
 
     trainer = Trainer()
@@ -182,7 +145,7 @@ def test_a_tree_that_holds_the_loss_scale_is_refused():
 
 
 def test_another_structure_of_an_nnx_model_is_refused_with_a_cure():
-    model = Net()
+    model = Net(width=2)
     old = nnx.clone(model)
     model(jnp.ones((4, 2)))
     model.seen = nnx.Intermediate(jnp.ones(2))  # As `sow` adds it.
@@ -198,28 +161,11 @@ def test_another_structure_of_an_nnx_model_is_refused_with_a_cure():
 
 
 def test_an_nnx_model_as_its_own_old_value_is_refused():
-    model = Net()
+    model = Net(width=2)
     with pytest.raises(ValueError, match=r"`old` must be a copy.*nnx.clone\(model\)"):
         ols.where_applied(APPLIED, model, model)
-
-
-def test_it_works_inside_a_scan_of_steps():
-    def step(carry, grad):
-        opt_state, mean = carry
-        _, opt_state = TX.update(jnp.full(2, grad), opt_state)
-        mean = ols.where_applied(opt_state, mean + grad, mean)
-        return (opt_state, mean), mean
-
-    grads = jnp.asarray([1.0, jnp.inf, 2.0])
-    _, means = jax.lax.scan(step, (APPLIED, jnp.asarray(0.0)), grads)
-    np.testing.assert_array_equal(means, [1.0, 1.0, 3.0])
 
 
 def test_an_old_value_of_another_dtype_is_cast_to_that_of_new():
     kept = ols.where_applied(SKIPPED, jnp.ones(2, jnp.float16), jnp.zeros(2))
     assert kept.dtype == jnp.float16
-
-
-def test_an_old_value_that_is_missing_is_refused():
-    with pytest.raises(ValueError, match=r"structure and shapes, got \(2,\) and None"):
-        ols.where_applied(SKIPPED, [jnp.ones(2)], [None])

@@ -1,0 +1,51 @@
+"""Steps of an optimizer, and what a skipped one leaves as it was."""
+
+import jax
+import optax
+import pytest
+
+from helpers.compare import assert_same_bits
+
+eager_and_jitted = pytest.mark.parametrize(
+    "run", [lambda function: function, jax.jit], ids=["eager", "jit"]
+)
+
+
+def apply(params, updates):
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates)
+
+
+def steps(tx, params, grads, *, run=jax.jit, state=None):
+    """Parameters and states at first, and after a step with each of the gradients."""
+
+    @run
+    def step(params, state, grad):
+        updates, state = tx.update(grad, state, params)
+        return apply(params, updates), state
+
+    history = [(params, tx.init(params) if state is None else state)]
+    for grad in grads:
+        history.append(step(*history[-1], grad))
+    return history
+
+
+def assert_skipped(params, before, updates, after):
+    """Checks that one step changed no bit of the parameters and the inner state."""
+    assert_same_bits(apply(params, updates), params)
+    assert_same_bits(after.inner_state, before.inner_state)
+    assert not after.loss_scale_state.last_finite
+    total = before.loss_scale_state.total_notfinite + 1
+    assert after.loss_scale_state.total_notfinite == total
+
+
+def recorder(seen):
+    """An optimizer that records its arguments, and counts its updates."""
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append((updates, params, extra_args))
+        return updates, state + 1
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: jax.numpy.zeros(2), update
+    )
