@@ -198,7 +198,8 @@ def test_a_part_of_the_operations_is_refused(operations):
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "error"), [(0.0, ValueError), (math.nan, ValueError), ("a", TypeError)]
+    ("tolerance", "error"),
+    [(0.0, ValueError), (math.nan, ValueError), ("a", TypeError)],
 )
 def test_a_tolerance_that_is_no_positive_number_is_refused(tolerance, error):
     with pytest.raises(error, match="`tolerance` must be"):
