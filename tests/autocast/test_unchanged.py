@@ -12,7 +12,7 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.compat import IS_JAX_0_7
 from helpers.programs import equations_of
-from helpers.under_autocast import W, X, dot_loss, own_layer, with_scan
+from helpers.under_autocast import PROGRAMS, W, X, with_scan
 
 # --- Functions without products ---------------------------------------------------
 
@@ -101,20 +101,10 @@ def test_results_outside_jit_are_of_the_same_kinds(name):
 # --- Functions with products ------------------------------------------------------
 
 
-def with_branches(w, x):
-    y = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x * 2)
-    return lax.switch(jnp.int32(1), [jnp.sin, lambda y: y @ w], y)
-
-
 def with_mixed_dtypes(w, x):
     y = (x @ w).astype(jnp.bfloat16)
     y = y + (y @ w.astype(jnp.bfloat16)) * 2
     return y, jnp.argmax(x @ w), (x @ w).astype(jnp.int8), x @ w > 0
-
-
-def with_calls(w, x):
-    y = jax.jit(lambda x: jax.checkpoint(jnp.dot)(x, w))(x)
-    return jax.vmap(own_layer, (None, 0))(w, y[:, None]), jax.nn.relu(y @ w)
 
 
 def with_weak_types(w, x):
@@ -122,12 +112,9 @@ def with_weak_types(w, x):
 
 
 WITH_PRODUCTS = {
-    "a gradient": jax.grad(dot_loss),
-    "a scan": with_scan,
+    **PROGRAMS,
     "a gradient of a scan": jax.grad(with_scan),
-    "branches": with_branches,
     "dtypes": with_mixed_dtypes,
-    "calls": with_calls,
     "weak types": with_weak_types,
 }
 

@@ -45,21 +45,20 @@ def test_linen_modules_take_dropout_keys_and_return_batch_statistics():
     assert any(x.shape == (4,) and not x.is_backward for x in moving)
 
 
-@pytest.mark.parametrize(
-    "trace",
-    [
-        lambda net: trace_operations(lambda net, x: jnp.mean(net.encode(x)), net, ROWS),
-        lambda net: trace_operations(lambda x: mean_square(net, x), ROWS),
-    ],
-    ids=["an argument", "a closure"],
-)
-def test_an_nnx_module_is_named_and_its_state_is_unchanged_bit_for_bit(trace):
+def test_the_state_of_an_nnx_module_is_unchanged_bit_for_bit():
     net, call = Net(), Net.__call__
     before = arrays_of(net)
-    operations = trace(net)
+    operations = trace_operations(lambda net, x: jnp.mean(net.encode(x)), net, ROWS)
     assert_same_bits(arrays_of(net), before)
-    assert {"Net/linear", "Net/norm"} <= {x.scope for x in operations}
+    assert {"Net/linear", "Net/norm", "Net/dropout"} <= {x.scope for x in operations}
     assert Net.__call__ is call
+
+
+def test_a_module_that_a_function_reads_is_named():
+    net = Net()
+    net.eval()
+    operations = trace_operations(lambda x: mean_square(net, x), ROWS)
+    assert "Net/linear" in {x.scope for x in operations if x.primitive == "dot_general"}
 
 
 def test_modules_keep_their_own_call_after_a_trace_that_fails():
