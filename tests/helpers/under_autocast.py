@@ -71,7 +71,7 @@ PROGRAMS = {
     "branches": with_branches,
     "a rule for tangents": own_tangent,
     "a rule for cotangents": own_layer,
-    "vmap": jax.vmap(own_layer, (None, 0)),
+    "vmap": jax.vmap(own_tangent, (None, 0)),
     "a gradient": jax.grad(dot_loss),
     "linearize": lambda w, x: jax.linearize(lambda w: dot_loss(w, x), w)[1](w),
     "an associative scan": lambda w, x: lax.associative_scan(
