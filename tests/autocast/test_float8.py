@@ -191,7 +191,6 @@ MATRICES = {
 }
 
 
-@pytest.mark.fast_every(3)  # Compiling gradients takes long.
 @pytest.mark.parametrize("fun", MATRICES.values(), ids=MATRICES)
 def test_a_product_of_two_matrices_is_in_float8(fun):
     def total(w, x):

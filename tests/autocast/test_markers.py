@@ -202,7 +202,6 @@ WAYS = {
 }
 
 
-@pytest.mark.fast_every(2)  # Compiling gradients takes long.
 @pytest.mark.parametrize("name", WAYS)
 def test_a_marked_function_works_under_and_over_transformations(name):
     def loss(x, mark, fun):

@@ -45,7 +45,6 @@ AROUND = {
 }
 
 
-@pytest.mark.fast_every(2)  # Compiling gradients of modules takes long.
 @pytest.mark.parametrize("around", AROUND)
 def test_what_a_call_changes_reaches_the_module_through(around):
     def program(model, wrap):
@@ -54,7 +53,6 @@ def test_what_a_call_changes_reaches_the_module_through(around):
     assert_agrees(program, rtol=4e-2)
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_call_changes_reaches_a_module_given_as(way):
     assert_agrees(lambda model, wrap: [WAYS[way](model, wrap) for _ in range(2)])
@@ -131,7 +129,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
     model = Net()

@@ -59,7 +59,6 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.fast_every(3)  # Compiling these products takes long.
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_gradients_of_both_factors_of_a_product_are_exact(name):
     fun, *shapes = OPERATIONS[name]
@@ -95,7 +94,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient_of_a_weight_is_exact_inside(name):
     fun, shape = PROGRAMS[name]
@@ -157,7 +155,6 @@ def by_forward_over_reverse(fun, w, x, cotangent):
     return jax.jvp(grad_of_weight, (x,), (integers_like(x),))[1]
 
 
-@pytest.mark.fast_every(2)  # Compiling these products takes long.
 @pytest.mark.parametrize("run", [by_vmap_over_both, by_forward_over_reverse])
 @pytest.mark.parametrize("name", ["batch axes inside", "batch groups"])
 def test_gradients_are_exact_under_every_transformation(name, run):

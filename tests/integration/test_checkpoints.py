@@ -101,7 +101,6 @@ def with_orbax(tree, target, folder):
         return checkpointer.restore(folder / "saved", target)
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tool", [with_pickle, with_flax, with_numpy, with_orbax])
 def test_a_run_that_is_restored_continues_with_the_same_bits(tool, rule, tmp_path):

@@ -55,25 +55,6 @@ def rounded(x, dtype):
     return np.asarray(x).astype(dtype).astype(np.float32)
 
 
-@pytest.mark.parametrize("gpu", ["cuda", "v100"])
-def test_a_float16_product_is_a_call_of_cublas_lt(gpu):
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float16)
-    program = compiled(jnp.matmul, x, x, gpu=gpu, options=CUBLAS_LT).as_text()
-    assert "__cublas$lt$matmul" in program
-
-
-def test_a_float8_product_is_a_call_of_cublas_lt_because_the_cuda_version_is_known():
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
-
-    def product(x, y, scale):
-        wide = jnp.matmul(x, y, preferred_element_type=jnp.float32)
-        return (wide * scale).astype(jnp.bfloat16)
-
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    program = compiled(product, x, x, scale, options=CUBLAS_LT).as_text()
-    assert "__cublas$lt$matmul$f8" in program
-
-
 def test_xla_for_gpu_leaves_out_a_cast_to_float16_and_back():
     x = np.float32([1.0001])
     twice = on_gpu(lambda x: x.astype(jnp.float16).astype(jnp.float32) * 2, x)

@@ -142,16 +142,6 @@ def test_pmap_without_a_mean_shares_only_the_verdict():
     assert len(np.unique(np.asarray(params["w"]), axis=0)) > 1
 
 
-def test_under_pmap_without_an_axis_name_the_scales_of_devices_drift_apart():
-    # This is why `axis_name` is needed: each replica has its own scale.
-    tx = ols.loss_scaled(adam(), RULE)
-    state, grads = replicated((tx.init(PARAMS), PARAMS))
-    grads["b"] = grads["b"].at[5].set(jnp.nan)
-    _, state = jax.pmap(tx.update)(grads, state, grads)
-    expected = [SCALE / 2 if device == 5 else SCALE for device in range(8)]
-    assert state.loss_scale_state.loss_scale.tolist() == expected
-
-
 @CHECK_VMA
 def test_shard_map_equals_one_device_and_all_devices_skip_together(check_vma):
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
@@ -515,30 +505,6 @@ def test_a_float16_mean_over_devices_can_overflow_and_a_float32_mean_does_not(
     assert state.loss_scale_state.last_finite == is_finite
     expected = 60000.0 / SCALE if is_finite else 0.0
     np.testing.assert_allclose(updates, expected, rtol=1e-3)
-
-
-def to_varying(weight):
-    if hasattr(jax.lax, "pcast"):
-        return jax.lax.pcast(weight, axis_name="data", to="varying")
-    return jax.lax.pvary(weight, axis_name="data")
-
-
-@pytest.mark.parametrize(
-    ("cast", "expected"), [(lambda weight: weight, 0.0), (to_varying, 20000.0)]
-)
-def test_pcast_avoids_the_float16_sum_that_shard_map_inserts(cast, expected):
-    # With its check, shard_map sums gradients of replicated parameters in float16, and
-    # a cast afterwards is too late.
-    tx = ols.loss_scaled(None, ols.static_loss_scale(1.0), axis_name="data")
-
-    def step(weight, x):
-        weight = cast(weight)
-        grads = ols.scaled_grad(lambda w: jnp.sum(w * x), tx.init(weight))(weight)
-        grads = jax.lax.pmean(grads.astype(jnp.float32), "data")
-        return tx.update(grads, tx.init(grads))[0]
-
-    step = over_devices(step, (P(), P("data")), P())
-    assert step(jnp.float16(1.0), jnp.full(8, 20000.0, jnp.float16)) == expected
 
 
 # --- Rules that need the largest magnitude ----------------------------------------
