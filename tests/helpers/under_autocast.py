@@ -94,7 +94,8 @@ def dtypes_of(fun, *args):
 
 def _dtype_of(equation):
     product = equation.params.get("product")
-    return str(product.low if product else equation.invars[0].aval.dtype)
+    dtypes = [product.low] if product else [x.aval.dtype for x in equation.invars[:2]]
+    return " * ".join(dict.fromkeys(map(str, dtypes)))
 
 
 def assert_close(actual, expected, rtol=1e-2):
