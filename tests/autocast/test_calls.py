@@ -2,11 +2,11 @@
 
 import functools
 import inspect
+import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -27,27 +27,17 @@ FLOAT8 = {"dtype": jnp.float8_e4m3fn}
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({"level": "O4"}, ValueError, r"`level` must be one of O0, O1, O2, O3"),
         ({"dtype": "O2"}, TypeError, r"Did you mean `level='O2'`\?"),
         ({"high": "Net/"}, TypeError, r"Did you mean `high=\['Net/'\]`\?"),
-        (
-            {"dtype": jnp.float8_e4m3fn, "level": "O2"},
-            ValueError,
-            "`level` must be O0 or O1 with float8, got 'O2'",
-        ),
-        ({"level": "02"}, ValueError, r"Did you mean 'O2'\?"),
+        ({**FLOAT8, "level": "O2"}, ValueError, "must be O0 or O1 with float8, got"),
+        ({"level": "02"}, ValueError, r"one of O0, O1, O2, O3.*Did you mean 'O2'\?"),
         ({"level": "o1"}, ValueError, r"Did you mean 'O1'\?"),
-        ({"dtype": None}, TypeError, "`dtype` must be a floating dtype"),
         ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
-        ({"dtype": jnp.complex64}, TypeError, "`dtype` must be a floating dtype"),
         ({"dtype": jnp.float32}, ValueError, "must be narrower than float32"),
-        ({"dtype": "float64"}, ValueError, "must be narrower than float32"),
         ({"dtype": jnp.float8_e5m2}, ValueError, "must be float8_e4m3fn, float16"),
-        ({"dtype": jnp.float8_e4m3fnuz}, ValueError, "must be float8_e4m3fn, float16"),
         ({"otherwise": jnp.bfloat16}, ValueError, "`otherwise` goes with float8 only"),
         ({**FLOAT8, "otherwise": jnp.float32}, ValueError, "must be bfloat16 or"),
         ({**FLOAT8, "otherwise": jnp.int8}, TypeError, "`otherwise` must be a float"),
-        ({"high": "Net/"}, TypeError, "must be a sequence of scopes, got 'Net/'"),
         ({"high": None}, TypeError, "`high` must be a sequence of scopes, got None"),
         ({"high": [3]}, ValueError, "must hold scopes such as 'Net/Dense_0/', got 3"),
         ({"high": ["/"]}, ValueError, "must hold scopes such as .*, got '/'"),
@@ -59,33 +49,25 @@ def test_bad_settings_are_refused_before_the_first_call(make, settings, error, t
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("fun", "text"),
     [
-        *(jnp.bfloat16, ml_dtypes.bfloat16, "bfloat16", jnp.dtype("bfloat16")),
-        *(jnp.float16, np.float16, "float16", np.dtype("float16")),
+        *((dtype, "dtype=jnp.bfloat16") for dtype in ("bfloat16", jnp.bfloat16)),
+        *((dtype, "dtype=jnp.float16") for dtype in (np.float16, np.dtype("float16"))),
+        ("O2", "level='O2'"),
+        *((kind, "Decorate a method of the class") for kind in (nn.Dense, float)),
+        (X, "`fun` must be a function"),
     ],
+    ids=repr,
 )
-def test_a_dtype_in_the_place_of_the_function_is_refused_with_the_fix(dtype):
-    name = jnp.dtype(dtype).name
-    with pytest.raises(TypeError, match=rf"`autocast\(dtype=jnp\.{name}\)`\?"):
-        ols.autocast(dtype)
+def test_what_is_not_a_function_is_refused_with_the_fix(fun, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        ols.autocast(fun)
 
 
-def test_a_level_in_the_place_of_the_function_is_refused_with_the_fix():
-    with pytest.raises(TypeError, match=r"`autocast\(level='O2'\)`\?"):
-        ols.autocast("O2")
-
-
-@pytest.mark.parametrize("kind", [nn.Dense, nnx.Linear, eqx.nn.Linear, float])
-def test_a_class_is_refused_with_the_fix(kind):
-    for cast in (ols.autocast, ols.autocast(level="O2")):
-        with pytest.raises(TypeError, match="Decorate a method of the class"):
-            cast(kind)
-
-
-def test_what_is_not_a_function_is_refused():
-    with pytest.raises(TypeError, match="`fun` must be a function"):
-        ols.autocast(X)
+@pytest.mark.parametrize("kind", [nnx.Linear, eqx.nn.Linear])
+def test_a_class_is_refused_by_a_decorator_too(kind):
+    with pytest.raises(TypeError, match="Decorate a method of the class"):
+        ols.autocast(level="O2")(kind)
 
 
 # --- Decorators -------------------------------------------------------------------
@@ -96,9 +78,7 @@ def test_what_is_not_a_function_is_refused():
     [
         (ols.autocast, "float16"),
         (ols.autocast(), "float16"),
-        (ols.autocast(dtype=jnp.bfloat16), "bfloat16"),
         (ols.autocast(None, jnp.bfloat16), "bfloat16"),
-        (ols.autocast(level="O0"), "float32"),
         (ols.autocast(high=["layer"]), "float32"),
     ],
 )
@@ -209,13 +189,7 @@ def test_a_bool_array_can_choose_in_python_outside_of_jit():
     assert_close(fun(X, jnp.array(True)), X @ W)
 
 
-NOT_OF_JAX = [
-    np.array(["a", "b"]),
-    np.array([object(), None]),
-    np.array(["2024-01-01"], "datetime64[D]"),
-    np.zeros(2, [("x", "f4"), ("y", "i4")]),
-    np.zeros(2, jax.dtypes.float0),
-]
+NOT_OF_JAX = [np.array(["a"]), np.array([None]), np.zeros(2, jax.dtypes.float0)]
 
 
 @pytest.mark.parametrize("array", NOT_OF_JAX, ids=lambda array: str(array.dtype))

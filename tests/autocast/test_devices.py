@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from helpers.compat import set_mesh
 from helpers.compiled import collectives_of
-from helpers.programs import equations_of
 from helpers.under_autocast import assert_close, dot_loss, dtypes_of, integers
 
 DEVICES = 4
@@ -71,14 +70,6 @@ def with_own_rule():
     return loss, {"w": normal(1, 8, 8)}, normal(0, DEVICES * ROWS, 8)
 
 
-MODELS = {
-    "dense": dense,
-    "convolution": convolution,
-    "with a rule of its own": with_own_rule,
-}
-every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-
-
 def make_mesh(axis_type):
     devices = jax.devices()[:DEVICES]
     return jax.make_mesh((DEVICES,), ("data",), (axis_type,), devices=devices)
@@ -116,47 +107,22 @@ def summed_over_devices(compiled):
 
 
 @pytest.mark.fast_every(3)  # Compiling for several devices takes long.
-@every_model
-def test_gradients_of_replicated_parameters_are_summed_in_float32(model):
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (dense, {"is_split": True}),
+        (dense, {}),
+        (dense, {"axis_type": AxisType.Explicit}),
+        (convolution, {}),
+        (convolution, {"is_split": True}),
+        (with_own_rule, {}),
+    ],
+)
+def test_devices_sum_gradients_of_parameters_in_float32(model, settings):
     loss, params, batch = model()
-    compiled, *args = compile_gradient(ols.autocast(loss), params, batch)
+    compiled, *args = compile_gradient(ols.autocast(loss), params, batch, **settings)
     assert summed_over_devices(compiled) == {"f32"}
     assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
-
-
-@pytest.mark.fast_every(6)  # Compiling for several devices takes long.
-@every_model
-def test_gradients_of_split_parameters_are_summed_in_float32(model):
-    loss, params, batch = model()
-    compiled, *_ = compile_gradient(ols.autocast(loss), params, batch, is_split=True)
-    assert summed_over_devices(compiled) == {"f32"}
-
-
-def test_gradients_on_an_explicit_mesh_are_summed_in_float32():
-    loss, params, batch = dense()
-    cast = ols.autocast(loss)
-    compiled, *args = compile_gradient(cast, params, batch, AxisType.Explicit)
-    assert summed_over_devices(compiled) == {"f32"}
-    assert_close(compiled(*args), jax.jit(jax.grad(loss))(params, batch), 2e-2)
-
-
-@pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("model", [dense, convolution])
-def test_gradients_in_shard_map_are_summed_in_float32(model, is_inside):
-    loss, params, batch = model()
-    cast = ols.autocast(loss)
-
-    def mean_loss(params, batch):
-        return lax.pmean(cast(params, batch), "data")
-
-    over = {"mesh": make_mesh(AxisType.Auto), "in_specs": (P(), P("data"))}
-    if is_inside:
-        gradient = jax.shard_map(jax.grad(mean_loss), **over, out_specs=P())
-    else:
-        gradient = jax.grad(jax.shard_map(mean_loss, **over, out_specs=P()))
-    program = jax.make_jaxpr(gradient)(params, batch)
-    sums = [e for e in equations_of(program) if e.primitive.name.startswith("psum")]
-    assert {e.invars[0].aval.dtype.name for e in sums} == {"float32"}
 
 
 def test_gradients_on_a_mesh_of_two_explicit_axes_are_exact():

@@ -14,7 +14,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +21,7 @@ import optax_lossscale as ols
 from _lib.compiled_text import sent_arrays
 from helpers.compat import IS_JAX_0_7, enable_x64
 from helpers.programs import equations_of
-from helpers.under_autocast import dtypes_of, products_of
+from helpers.under_autocast import dtypes_of, own_layer, products_of
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 RNG = np.random.default_rng(0)
@@ -76,11 +75,11 @@ def assert_near(found, exact):
 VALUES, WITH_COTANGENT = ("float8_e4m3fn",) * 2, ("float8_e5m2", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun])
-@pytest.mark.parametrize("size", [1.0, 2.0**-100, 2.0**100, 1e-30, 1e37])
-def test_a_product_is_that_of_the_scaled_and_rounded_factors(jit, size):
-    x = X * jnp.float32(size)
-    np.testing.assert_array_equal(jit(to_float8(dot))(W, x), product(x, W))
+@pytest.mark.parametrize("size", [0.0, 1.0, 2.0**-100, 2.0**100, 1e-30, 1e37])
+def test_a_product_is_that_of_the_scaled_and_rounded_factors(size):
+    x, fun = X * jnp.float32(size), to_float8(dot)
+    for result in (fun(W, x), jax.jit(fun)(W, x)):
+        np.testing.assert_array_equal(result, product(x, W))
 
 
 @given(
@@ -135,10 +134,6 @@ def test_no_operation_casts_float8_numbers_up():
         assert not (is_cast and dtypes[0].startswith("float8"))
 
 
-def test_a_product_of_zeros_is_zero():
-    np.testing.assert_array_equal(to_float8(dot)(0 * W, 0 * X), np.zeros((16, 48)))
-
-
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_a_number_that_is_not_finite_spoils_its_own_row_only(bad):
     x = X.at[3, 5].set(bad)
@@ -148,11 +143,10 @@ def test_a_number_that_is_not_finite_spoils_its_own_row_only(bad):
     np.testing.assert_array_equal(np.delete(result, 3, 0), np.delete(expected, 3, 0))
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_loss_scaling_skips_the_step_of_a_batch_that_is_not_finite(bad):
+def test_loss_scaling_skips_the_step_of_a_batch_that_is_not_finite():
     tx = ols.loss_scaled(optax.sgd(0.1))
     state = tx.init(W)
-    grads = ols.scaled_grad(to_float8(loss), state)(W, X.at[0, 0].set(bad))
+    grads = ols.scaled_grad(to_float8(loss), state)(W, X.at[0, 0].set(jnp.inf))
     updates, state = tx.update(grads, state, W)
     np.testing.assert_array_equal(updates, jnp.zeros_like(W))
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 1
@@ -192,14 +186,11 @@ def test_the_report_says_that_a_product_is_in_float8(capsys):
 MATRICES = {
     "the left factor": lambda w, x: w.T @ jnp.tanh(x).T,
     "of matrices": lambda w, x: jnp.tanh(x) @ w,
-    "under checkpoint": lambda w, x: jax.checkpoint(jnp.dot)(jnp.tanh(x), w),
-    "in a loop": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x) @ w, x[None]),
     "of heads": lambda w, x: jnp.einsum("mk,khn->mhn", x, w.reshape(32, 3, 16)),
     "under vmap": lambda w, x: jax.vmap(lambda x: jnp.tanh(x) @ w)(x),
 }
 
 
-@pytest.mark.fast_every(3)  # Compiling gradients takes long.
 @pytest.mark.parametrize("fun", MATRICES.values(), ids=MATRICES)
 def test_a_product_of_two_matrices_is_in_float8(fun):
     def total(w, x):
@@ -226,16 +217,7 @@ def test_level_o0_and_what_is_marked_are_left_alone():
 
 def test_products_of_a_rule_of_the_user_are_in_the_other_dtype_backward():
     """Cotangents are not rounded as values are."""
-
-    @jax.custom_vjp
-    def layer(w, x):
-        return x @ w
-
-    layer.defvjp(
-        lambda w, x: (x @ w, (w, x)),
-        lambda saved, ct: (saved[1].T @ ct, ct @ saved[0].T),
-    )
-    grad = jax.grad(to_float8(lambda w, x: jnp.sum(layer(w, x))))
+    grad = jax.grad(to_float8(lambda w, x: jnp.sum(own_layer(w, x))))
     assert in_float8(grad, W, X) == []
     assert dtypes_of(grad, W, X) == ["bfloat16"] * 3
 
@@ -257,11 +239,6 @@ def test_no_more_is_saved_for_the_backward_pass_than_in_bfloat16(fun):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
 
     assert saved(jnp.float8_e4m3fn) <= saved(jnp.bfloat16)
-
-
-def test_checkify_finds_the_nan_that_a_product_makes():
-    checked = checkify.checkify(to_float8(dot), errors=checkify.nan_checks)
-    assert "nan generated" in checked(W, X.at[0, 0].set(jnp.nan))[0].get()
 
 
 @pytest.mark.parametrize("mode", [enable_x64(True), jax.disable_jit()])

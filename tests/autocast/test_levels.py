@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax import lax
 
 import optax_lossscale as ols
+from helpers.modules import Net
 from helpers.under_autocast import W, X, assert_close, dot_loss, dtypes_of
 
 O2, O3 = (functools.partial(ols.autocast, level=level) for level in ("O2", "O3"))
@@ -82,12 +82,6 @@ def test_products_with_what_is_in_float32_inside_are_low_too(cast):
 # --- Normalization layers and running statistics ----------------------------------
 
 
-class NnxNet(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
-        self.norm = nnx.BatchNorm(4, use_bias=False, rngs=nnx.Rngs(0))
-
-
 class EquinoxNet(eqx.Module):
     dense: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -104,7 +98,7 @@ LINEN = {
 # Parts of the names of a weight, of a normalization layer's, and of a statistic.
 NETS = {
     "linen": (lambda: LINEN, ("Dense_0", "params/BatchNorm_0", "batch_stats")),
-    "nnx": (NnxNet, ("dense/kernel", "norm/scale", "norm/mean")),
+    "nnx": (Net, ("linear/kernel", "norm/scale", "norm/mean")),
     "equinox": (
         eqx.nn.make_with_state(EquinoxNet),
         ("dense/weight", "norm/weight", "1/"),

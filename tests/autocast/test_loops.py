@@ -57,16 +57,22 @@ def count(fun, *args):
 # --- Loops ------------------------------------------------------------------------
 
 
-def test_a_scan_over_layers_saves_its_products_and_its_carry():
-    found = stacked(saved(ols.autocast(layers), WS, X))
-    assert found == {"float16": 1, "float32": 1}
+def with_fori_loop(ws, x):
+    return lax.fori_loop(0, STEPS, lambda i, x: x + activation(x @ ws[i]), x).sum()
 
 
-def test_a_scan_over_time_saves_its_products_and_its_carry():
-    xs = jnp.stack([X] * STEPS)
-    found = stacked(saved(ols.autocast(recurrent), W, xs))
+@pytest.mark.parametrize(
+    ("fun", "args", "products"),
     # `xs` is an argument, which is not saved again.
-    assert found == {"float16": 2, "float32": 2}
+    [
+        (layers, (WS, X), 1),
+        (recurrent, (W, jnp.stack([X] * STEPS)), 2),
+        (with_fori_loop, (WS, X), 1),
+    ],
+)
+def test_a_loop_saves_its_products_and_its_carry(fun, args, products):
+    found = stacked(saved(ols.autocast(fun), *args))
+    assert found == {"float16": products, "float32": products}
 
 
 def test_without_recompute_a_loop_saves_what_jax_saves():
@@ -75,13 +81,6 @@ def test_without_recompute_a_loop_saves_what_jax_saves():
     # Only the factor of the product is saved as a low copy.
     assert found == {"float16": 1, "float32": in_float32["float32"] - 1}
     assert in_float32["float32"] > 3
-
-
-def test_a_fori_loop_saves_its_products_and_its_carry():
-    def loss(ws, x):
-        return lax.fori_loop(0, STEPS, lambda i, x: x + activation(x @ ws[i]), x).sum()
-
-    assert stacked(saved(ols.autocast(loss), WS, X)) == {"float16": 1, "float32": 1}
 
 
 def test_a_loop_needs_less_memory_than_float32():
@@ -95,22 +94,10 @@ def test_a_loop_needs_less_memory_than_float32():
     assert temporaries(ols.autocast(layers)) < 0.5 * temporaries(layers)
 
 
-def sorts(y):
-    return jnp.sort(y, axis=-1)
-
-
-def decomposes(y):
-    return jnp.linalg.eigh(y.T @ y)[0][None] + y
-
-
-def normalizes(y):
-    return y - jnp.mean(y, axis=-1, keepdims=True)
-
-
 DEAR = {
-    "sort": sorts,
-    "eigh": decomposes,
-    "reduce_sum": normalizes,
+    "sort": lambda y: jnp.sort(y, axis=-1),
+    "eigh": lambda y: jnp.linalg.eigh(y.T @ y)[0][None] + y,
+    "reduce_sum": lambda y: y - jnp.mean(y, axis=-1, keepdims=True),
 }
 
 
@@ -206,9 +193,7 @@ def test_save_products_saves_low_products_alone():
 @pytest.mark.parametrize(
     "policy",
     [
-        POLICIES.dots_saveable,
         POLICIES.dots_with_no_batch_dims_saveable,
-        POLICIES.nothing_saveable,
         POLICIES.everything_saveable,
         POLICIES.save_only_these_names("y"),
     ],

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, enable_x64
-from helpers.under_autocast import W, X, assert_close, dtypes_of, own_layer
+from helpers.under_autocast import PROGRAMS, W, X, assert_close, dtypes_of
 
 # --- full_precision ---------------------------------------------------------------
 
@@ -23,36 +23,17 @@ def product(x):
     return x @ W
 
 
-@jax.custom_jvp
-def own_product(x):
-    return x @ W
-
-
-own_product.defjvp(lambda primals, tangents: (primals[0] @ W, tangents[0] @ W))
-
-PRODUCTS_INSIDE = {
-    "jit": jax.jit(product),
-    "checkpoint": jax.checkpoint(product),
-    "scan": lambda x: lax.scan(lambda c, _: (c @ W, None), x, length=2)[0],
-    "while": lambda x: lax.while_loop(lambda x: x[0, 0] > 9, product, x),
-    "cond": lambda x: lax.cond(x[0, 0] > 9, product, lambda x: 2 * (x @ W), x),
-    "custom_jvp": own_product,
-    "custom_vjp": functools.partial(own_layer, W),
-}
-
-
-@pytest.mark.parametrize("name", PRODUCTS_INSIDE)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_products_in_a_function_in_full_precision_stay_in_float32(name):
-    fun = ols.full_precision(PRODUCTS_INSIDE[name])
+    fun = ols.full_precision(functools.partial(PROGRAMS[name], W))
     cast = ols.autocast(fun)
     assert set(dtypes_of(cast, X)) == {"float32"}
-    inside = ols.autocast(lambda x: jax.jit(jax.checkpoint(fun))(x) @ W)
+    inside = ols.autocast(lambda x: (jax.jit(jax.checkpoint(fun))(x), x @ W))
     assert dtypes_of(inside, X)[-1] == "float16"
     assert set(dtypes_of(inside, X)[:-1]) == {"float32"}
-    if name != "while":  # It has no reverse mode.
-        grad = jax.grad(lambda x: jnp.sum(fun(x)))
-        assert set(dtypes_of(ols.autocast(grad), X)) == {"float32"}
-        assert set(dtypes_of(jax.grad(lambda x: jnp.sum(cast(x))), X)) == {"float32"}
+    grad = jax.grad(lambda x: jnp.sum(fun(x)))
+    assert set(dtypes_of(ols.autocast(grad), X)) <= {"float32"}
+    assert set(dtypes_of(jax.grad(lambda x: jnp.sum(cast(x))), X)) <= {"float32"}
 
 
 def test_one_jitted_function_is_low_outside_of_a_marked_one_and_not_inside():
@@ -72,10 +53,16 @@ def test_a_name_that_merely_reads_like_the_mark_is_not_one(name):
 
 
 @pytest.mark.parametrize("mark", [ols.low_precision, ols.full_precision])
-def test_what_is_not_a_function_is_refused(mark):
-    for fun in (None, 3, "loss"):
-        with pytest.raises(TypeError, match=f"`fun` must be a function, got {fun!r}"):
-            mark(fun)
+@pytest.mark.parametrize(
+    ("fun", "text"),
+    [
+        (3, "`fun` must be a function, got 3"),
+        (dict, "Mark a method of a class, or an object"),
+    ],
+)
+def test_what_is_not_a_function_is_refused(mark, fun, text):
+    with pytest.raises(TypeError, match=text):
+        mark(fun)
 
 
 # --- low_precision: what is an input ----------------------------------------------
@@ -104,8 +91,9 @@ def dtypes_inside(*args, level="O1", dtype=jnp.float16, **kwargs):
     return jax.tree.map(lambda x: getattr(x, "dtype", x), seen[-1])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("level", "dtype"), [("O1", jnp.float16), ("O1", jnp.bfloat16), ("O3", jnp.float16)]
+)
 def test_float32_inputs_are_cast_to_the_low_dtype_before_tracing(level, dtype):
     assert dtypes_inside(X, level=level, dtype=dtype) == ((dtype,), {})
     cast = ols.autocast(lambda x: low_kernel(x), dtype, level=level)
@@ -142,16 +130,6 @@ def test_results_in_the_low_dtype_are_cast_back_and_others_keep_theirs():
     results = ols.autocast(lambda x: ols.low_precision(fun)(x))(X)
     dtypes = [result.dtype for result in results]
     assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.bool_]
-
-
-def test_the_gradient_of_a_float32_argument_is_float32_and_right():
-    def loss(w, x, f):
-        return jnp.mean(f(jnp.tanh(f(w) @ x.T)) ** 2)
-
-    exact = jax.grad(loss)(W, X, double)
-    marked = functools.partial(loss, f=low_kernel)
-    assert_close(jax.grad(ols.autocast(marked))(W, X), exact)
-    assert_close(ols.autocast(jax.grad(marked))(W, X), exact)
 
 
 # --- low_precision: what JAX has traced before ------------------------------------
@@ -207,15 +185,14 @@ def with_rule(fun):
 
 
 WAYS = {
+    "itself": lambda mark, fun: mark(fun),
     "custom_vjp": lambda mark, fun: with_rule(mark(fun)),
     "custom_vjp inside": lambda mark, fun: mark(with_rule(fun)),
-    "scan inside": lambda mark, fun: mark(lambda x: lax.map(fun, x)),
     "vmap": lambda mark, fun: jax.vmap(mark(fun)),
     "grad": lambda mark, fun: jax.grad(lambda x: jnp.sum(mark(fun)(x) ** 2)),
 }
 
 
-@pytest.mark.fast_every(2)  # Compiling gradients takes long.
 @pytest.mark.parametrize("name", WAYS)
 def test_a_marked_function_works_under_and_over_transformations(name):
     def loss(x, mark, fun):
@@ -282,9 +259,3 @@ def test_a_kernel_of_pallas_gets_low_operands():
         return pl.pallas_call(body, out_shape=shape, interpret=True)(x)
 
     assert_close(jax.jit(ols.autocast(lambda x: doubled(x @ W) @ W))(X), 2 * X @ W @ W)
-
-
-@pytest.mark.parametrize("mark", [ols.full_precision, ols.low_precision])
-def test_a_class_cannot_be_marked(mark):
-    with pytest.raises(TypeError, match=r"Mark a method of a class, or an object"):
-        mark(dict)

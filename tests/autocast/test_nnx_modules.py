@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
 from helpers.modules import ROWS, Net, arrays_of, assert_same_state, mean_square
 
 
@@ -30,35 +31,28 @@ def assert_agrees(program, make=Net, rtol=2e-2):
 
 WAYS = {
     "the module": lambda model, wrap: wrap(model)(ROWS),
-    "its call": lambda model, wrap: wrap(model.__call__)(ROWS),
     "a method": lambda model, wrap: wrap(model.encode)(ROWS),
     "partial": lambda model, wrap: wrap(functools.partial(mean_square, model))(ROWS),
     "partial of a method": lambda m, wrap: wrap(functools.partial(m.encode, x=ROWS))(),
-    "partial of the module": lambda model, wrap: wrap(functools.partial(model))(ROWS),
     "an argument": lambda model, wrap: wrap(mean_square)(model, ROWS),
     "a keyword argument": lambda model, wrap: wrap(mean_square)(x=ROWS, model=model),
 }
 AROUND = {
     "jit": lambda way: lambda model: nnx.jit(lambda m: [way(m), way(m)])(model),
-    "jit of gradient": lambda way: nnx.jit(
-        nnx.value_and_grad(lambda m: jnp.mean((way(m) - 1) ** 2))
-    ),
+    "jit of gradient": lambda way: nnx.jit(nnx.value_and_grad(way)),
     "remat": lambda way: lambda model: nnx.remat(way)(model),
     "cond": lambda way: lambda model: nnx.cond(True, way, way, model),
 }
 
 
-@pytest.mark.fast_every(3)  # Compiling gradients of modules takes long.
-@pytest.mark.parametrize("way", ["the module", "an argument"])
 @pytest.mark.parametrize("around", AROUND)
-def test_what_a_call_changes_reaches_the_module_through(way, around):
+def test_what_a_call_changes_reaches_the_module_through(around):
     def program(model, wrap):
-        return AROUND[around](lambda m: WAYS[way](m, wrap))(model)
+        return AROUND[around](lambda m: wrap(mean_square)(m, ROWS))(model)
 
     assert_agrees(program, rtol=4e-2)
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_call_changes_reaches_a_module_given_as(way):
     assert_agrees(lambda model, wrap: [WAYS[way](model, wrap) for _ in range(2)])
@@ -128,7 +122,6 @@ def test_a_module_that_is_returned_is_the_same_module():
 
 REFUSED = {
     "lambda": lambda model: ols.autocast(lambda x: model(x)),
-    "jax.jit": lambda model: jax.jit(ols.autocast(model)),
     "nnx.jit": lambda model: nnx.jit(ols.autocast(model)),
     "vmap": lambda model: jax.vmap(lambda x: ols.autocast(model)(x[None])),
     "gradient": lambda model: jax.grad(lambda x: jnp.sum(ols.autocast(model)(x))),
@@ -136,15 +129,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
     model = Net()
     before = arrays_of(model)
     with pytest.raises(ValueError, match=r"Pass the module as an argument: `ols\."):
         REFUSED[name](model)(ROWS)
-    for array, old in zip(arrays_of(model), before, strict=True):
-        np.testing.assert_array_equal(array, old)
+    assert_same_bits(arrays_of(model), before)
 
 
 def test_an_error_inside_leaves_the_module_as_it_was():
@@ -155,22 +146,15 @@ def test_an_error_inside_leaves_the_module_as_it_was():
         model(x)
         raise RuntimeError("of the user")
 
-    for fun in (
-        functools.partial(ols.autocast(fails), model),
-        ols.autocast(functools.partial(fails, model)),
-    ):
-        with pytest.raises(RuntimeError, match="of the user"):
-            fun(ROWS)
-        for array, old in zip(arrays_of(model), before, strict=True):
-            np.testing.assert_array_equal(array, old)
+    with pytest.raises(RuntimeError, match="of the user"):
+        ols.autocast(fails)(model, ROWS)
+    assert_same_bits(arrays_of(model), before)
     assert_same_state(ols.autocast(model)(ROWS), Net()(ROWS))
 
 
 REPORTED = {
     "the module": lambda model: (model, ROWS),
-    "a method": lambda model: (model.encode, ROWS),
     "an argument": lambda model: (mean_square, model, ROWS),
-    "an argument of autocast": lambda model: (ols.autocast(mean_square), model, ROWS),
     "nnx.jit": lambda model: (nnx.jit(ols.autocast(mean_square)), model, ROWS),
 }
 
@@ -181,8 +165,7 @@ def test_a_report_leaves_a_module_as_it_was_given_as(name, capsys):
     before = arrays_of(model)
     ols.autocast_report(*REPORTED[name](model))
     assert capsys.readouterr().out.count("dot_general") == 1
-    for array, old in zip(arrays_of(model), before, strict=True):
-        np.testing.assert_array_equal(array, old)
+    assert_same_bits(arrays_of(model), before)
 
 
 def test_methods_of_an_nnx_module_can_be_decorated():

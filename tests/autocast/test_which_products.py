@@ -49,10 +49,8 @@ LOW = {
     "a matrix product": dot(),
     "a vector product": lambda w, x: jnp.dot(x[0], w[0]),
     "a batch of products": lambda w, x: jnp.einsum("bi,bj,ij->b", x, x, w),
-    "a gram matrix": lambda w, x: jnp.cov(x),
     "a convolution": lambda w, x: conv(IMAGE * x[0, 0], KERNEL),
     "a pointwise convolution": lambda w, x: conv(IMAGE * x[0, 0], KERNEL[..., :1, :1]),
-    "a blur": lambda w, x: conv(x[None, None], jnp.ones((1, 1, 2, 2))),
     "a ragged product": lambda w, x: lax.ragged_dot(x, w[None], jnp.array([3])),
     "the default precision": dot(precision="default"),
     "the default algorithm": dot(precision=lax.DotAlgorithmPreset.DEFAULT),
@@ -131,11 +129,9 @@ def two_layers(w, x):
 @pytest.mark.parametrize(
     ("high", "expected"),
     [
-        ([], ["float16", "float16"]),
         (["Net/Dense_0/"], ["float32", "float16"]),
         (["Net/Dense_1"], ["float16", "float32"]),
         (["Net/"], ["float32", "float32"]),
-        (["Net/Dense_1/", "Net/Dense_0/"], ["float32", "float32"]),
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint])
@@ -198,19 +194,15 @@ def test_the_report_has_a_row_for_each_kind_of_product(capsys):
     assert [list(row.values()) for row in found] == rows
 
 
-def test_products_that_are_alike_share_a_row_that_counts_them(capsys):
-    (row,) = reports(capsys, lambda x: (x @ W) @ W + (x @ W) @ W, X)
-    assert row["times"] == "4"
-
-
-def test_each_body_and_branch_is_counted_once(capsys):
+def test_products_that_are_alike_share_a_row_and_bodies_and_branches_count_once(capsys):
     def fun(w, x):
+        x = (x @ w) @ w + (x @ w) @ w
         x = lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]
         x = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: -x)
         return lax.while_loop(lambda x: x[0, 0] > 9, lambda x: x @ w, x)
 
     rows = reports(capsys, fun, W, X)
-    assert [row["times"] for row in rows] == ["1"] * 3
+    assert [row["times"] for row in rows] == ["4", "1", "1", "1"]
 
 
 def products(rows):
@@ -220,16 +212,13 @@ def products(rows):
 @pytest.mark.parametrize(
     ("fun", "expected"),
     [
-        (ols.autocast(dot_loss), ["float16"]),
         (jax.jit(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
-        (functools.partial(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
         (jax.grad(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
         (ols.autocast(jax.grad(dot_loss)), ["float16"] * 2),
         (lambda w, x: ols.autocast(dot_loss)(w, x) + jnp.sum(x @ w), ["float16"]),
         (ols.autocast(dot_loss, level="O0"), []),
         (ols.autocast(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
         (lambda w, x: jnp.sum(own_layer(w, x)), ["float16"]),
-        (lambda w, x: w, []),
     ],
 )
 def test_the_report_is_that_of_the_autocast_inside(capsys, fun, expected):

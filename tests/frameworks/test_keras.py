@@ -7,7 +7,6 @@ import os
 import re
 
 os.environ["KERAS_BACKEND"] = "jax"
-import jax
 import jax.numpy as jnp
 import keras
 import matplotlib.pyplot as plt
@@ -85,17 +84,6 @@ def test_both_models_of_the_page_learn_and_only_that_of_keras_is_spoilt_by_a_nan
     assert names["keras_optimizer"].dynamic_scale == names["scales"][-1] / 2
 
 
-def test_keras_lets_a_nan_of_a_skipped_step_into_the_metrics():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    inner = keras.optimizers.SGD(0.1)
-    model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
-    x = np.ones((8, 3), np.float32)
-    x[0, 0] = np.nan
-    history = model.fit(x, np.ones((8, 1)), batch_size=4, shuffle=False, verbose=0)
-    assert inner.iterations == 1  # The second batch is finite.
-    assert np.isnan(history.history["loss"])
-
-
 def test_a_nan_batch_changes_no_variable_of_the_page_except_the_seed():
     names, _ = migration()
     model, opt_state, counts = (names[key] for key in ("model", "opt_state", "counts"))
@@ -120,30 +108,6 @@ def test_the_layers_of_the_page_compute_in_the_precision_of_their_policies():
     variables = model.trainable_variables, model.non_trainable_variables
     args = *map(names["values"], variables), *names["train"]
     assert dtypes_of(names["loss_fn"], *args) == ["float16", "float32"]
-
-
-def test_keras_reuses_the_memory_of_values_that_are_assigned():
-    names, _ = migration()
-    assert any(x.is_deleted() for x in names["trainable"] + names["non_trainable"])
-
-
-def test_a_step_of_keras_under_jit_scales_by_the_scale_of_its_compilation():
-    variable = keras.Variable(np.ones(1, np.float32))
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), 8.0)
-    optimizer.build([variable])
-
-    @jax.jit
-    def step(params, state, factor):
-        grad_fn = jax.grad(lambda p: optimizer.scale_loss(jnp.sum(p)) * factor)
-        scaled = grad_fn(params)
-        _, state = optimizer.stateless_apply(state, [scaled], [params])
-        return scaled, state
-
-    index = [v.path for v in optimizer.variables].index(optimizer.dynamic_scale.path)
-    state = [v.value for v in optimizer.variables]
-    for factor in (np.nan, np.nan, 1.0):
-        scaled, state = step(variable.value, state, factor)
-    assert scaled / state[index] == 4.0  # The true gradient is 1.
 
 
 def test_the_block_learns_and_computes_products_in_float16():

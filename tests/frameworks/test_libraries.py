@@ -122,23 +122,6 @@ def test_a_summed_elbo_lowers_the_scale_by_about_the_number_of_observations():
     assert skipped < ols.loss_scale_metrics(names["state"])["total_notfinite"]
 
 
-def test_a_mean_helps_if_a_guide_finds_no_valid_parameters():
-    names = section("NumPyro")
-    size, predict = names["BATCH"], names["predict"]
-    start = jax.random.key(2), names["x"][:size], names["y"][:size]
-    guide, handler = names["AutoNormal"], names["numpyro"].handlers.scale
-    optimizer, loss = names["svi"].optim, names["svi"].loss
-    try:
-        names["predict"] = lambda x, weights: predict(x, 30 * weights)
-        model = names["model"]
-        with pytest.raises(RuntimeError, match="Cannot find valid initial parameters"):
-            names["SVI"](model, guide(model), optimizer, loss).init(*start)
-        model = handler(model, scale=1 / names["N"])
-        names["SVI"](model, guide(model), optimizer, loss).init(*start)
-    finally:
-        names["predict"] = predict
-
-
 def test_numpyro_warns_of_a_loss_scaled_optimizer_without_the_adapter():
     names = section("NumPyro")
     svi = names["SVI"](

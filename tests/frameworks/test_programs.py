@@ -246,17 +246,3 @@ def test_one_nan_on_a_mesh_makes_all_devices_skip_with_a_donated_state():
         assert shard.data == old.opt_state.loss_scale_state.loss_scale / 2
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (new, names["state"]))
     assert shardings[0] == shardings[1]
-
-
-@pytest.mark.parametrize("rule", [ols.dynamic_loss_scale, ols.headroom_loss_scale])
-def test_map_params_takes_the_leaves_of_a_loss_scale_for_no_parameters(rule):
-    tx, params = ols.loss_scaled(optax.adam(1e-3), rule()), {"w": jnp.ones((4, 4))}
-    specs = optax.tree.map_params(
-        tx,
-        lambda leaf, spec: spec,
-        jax.eval_shape(tx.init, params),
-        {"w": P("model")},
-        transform_non_params=lambda leaf: P(),
-    )
-    assert set(jax.tree.leaves(specs.loss_scale_state)) == {P()}
-    assert specs.inner_state[0].mu == {"w": P("model")}

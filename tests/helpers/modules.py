@@ -1,12 +1,14 @@
-"""Modules of `flax.nnx` and Equinox, and comparisons of two that a call changes."""
+"""Modules of the frameworks, and comparisons of two that a call changes."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from helpers.under_autocast import RNG
 
@@ -43,7 +45,7 @@ class NnxNet(nnx.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x)  # layer
         return x
 
 
@@ -61,8 +63,68 @@ class EquinoxNet(eqx.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x)  # layer
         return x
+
+
+class LinenNet(linen.Module):
+    """The same in Linen, which keeps the kernels apart."""
+
+    depth: int
+
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(self.depth):
+            x = linen.Dense(4, use_bias=False)(x)  # layer
+        return x
+
+
+class Framework(NamedTuple):
+    """How nets are made and called in a framework.
+
+    Attributes:
+      net: The class of the net.
+      make: From kernels of shape (4, 4), makes what is differentiated.
+      call: Takes this and some rows.
+      grad: The framework's gradient.
+      jit: The framework's `jit`.
+      scope: The scope of a layer, with a place for its number.
+    """
+
+    net: type
+    make: Callable
+    call: Callable
+    grad: Callable
+    jit: Callable
+    scope: str
+
+
+FRAMEWORKS = {
+    "linen": Framework(
+        LinenNet,
+        lambda kernels: {f"Dense_{i}": {"kernel": k} for i, k in enumerate(kernels)},
+        lambda params, x: LinenNet(len(params)).apply({"params": params}, x),
+        jax.grad,
+        jax.jit,
+        "LinenNet/Dense_{}",
+    ),
+    "nnx": Framework(
+        NnxNet,
+        NnxNet,
+        lambda net, x: net(x),
+        nnx.grad,
+        nnx.jit,
+        "NnxNet/layers/{}",
+    ),
+    "equinox": Framework(
+        EquinoxNet,
+        EquinoxNet,
+        lambda net, x: jax.vmap(net)(x),
+        eqx.filter_grad,
+        eqx.filter_jit,
+        "EquinoxNet/layers/{}/eqx.nn.Linear",  # Equinox adds the last.
+    ),
+}
 
 
 def mean_square(model, x):

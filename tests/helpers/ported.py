@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from sklearn.datasets import load_digits
 
 import optax_lossscale as ols
@@ -18,12 +19,13 @@ class Ported:
     """A training program: the original, or with `half=True` the same in float16.
 
     A program is a class `Program(Ported)` in a file of its own in `tests/ported`. It
-    makes its optimizer, loss function and gradients with the five methods below, which
-    are all that `half` changes. It has
+    makes its optimizer, loss function and gradients with the first five methods below,
+    which are all that `half` changes. It has
 
     * `init(seed)`, which returns the state: a dict of parameters, optimizer state and
       whatever else a step needs, such as a `key`;
-    * `step(state, batch)`, jitted, which returns `(state, loss)`;
+    * `step(state, batch)`, jitted, which returns `(state, loss)`; by default that of
+      `self.tx` and `self.loss_fn(params, batch)`;
     * `batches(seed)`, which returns a list of batches, each a tree of arrays, at least
       one of which is floating.
 
@@ -58,6 +60,14 @@ class Ported:
 
     def where_applied(self, opt_state, new, old):
         return ols.where_applied(opt_state, new, old) if self.half else new
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, state, batch):
+        params, opt_state = state["params"], state["opt_state"]
+        loss, grads = self.value_and_grad(self.loss_fn, opt_state)(params, batch)
+        updates, opt_state = self.tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "opt_state": opt_state}, loss
 
     def score(self, state, losses):
         """How well a state does, the lower the better, and positive.

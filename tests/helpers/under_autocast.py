@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import optax_lossscale as ols
 from helpers.programs import equations_of
@@ -38,16 +39,39 @@ def own_layer(w, x):
     return x @ w
 
 
-def own_layer_fwd(w, x):
-    return own_layer(w, x), (w, x)
+own_layer.defvjp(
+    lambda w, x: (own_layer(w, x), (w, x)),
+    lambda saved, ct: (saved[1].T @ ct, ct @ saved[0].T),
+)
 
 
-def own_layer_bwd(residuals, cotangent):
-    w, x = residuals
-    return x.T @ cotangent, cotangent @ w.T
+@jax.custom_jvp
+def own_tangent(w, x):
+    return x @ w
 
 
-own_layer.defvjp(own_layer_fwd, own_layer_bwd)
+own_tangent.defjvp(lambda p, t: (p[1] @ p[0], t[1] @ p[0] + p[1] @ t[0]))
+
+
+def with_branches(w, x):
+    y = lax.cond(x[0, 0] > 9, lambda: x * 2, lambda: x @ w)
+    return lax.switch(jnp.int32(1), [jnp.sin, lambda y: y @ w], y)
+
+
+PROGRAMS = {
+    "jit": jax.jit(lambda w, x: x @ w),
+    "checkpoint": jax.checkpoint(lambda w, x: x @ w),
+    "a scan": with_scan,
+    "branches": with_branches,
+    "a rule for tangents": own_tangent,
+    "a rule for cotangents": own_layer,
+    "vmap": jax.vmap(own_tangent, (None, 0)),
+    "a gradient": jax.grad(dot_loss),
+    "linearize": lambda w, x: jax.linearize(lambda w: dot_loss(w, x), w)[1](w),
+    "an associative scan": lambda w, x: lax.associative_scan(
+        jnp.matmul, jnp.stack([w, w, w])
+    ),
+}
 
 
 def products_of(fun, *args):
@@ -64,7 +88,8 @@ def dtypes_of(fun, *args):
 
 def _dtype_of(equation):
     product = equation.params.get("product")
-    return str(product.low if product else equation.invars[0].aval.dtype)
+    dtypes = [product.low] if product else [x.aval.dtype for x in equation.invars[:2]]
+    return " * ".join(dict.fromkeys(map(str, dtypes)))
 
 
 def assert_close(actual, expected, rtol=1e-2):

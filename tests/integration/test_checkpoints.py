@@ -78,19 +78,6 @@ def uninterrupted(rule):
     return train(rule, *fresh(rule), GRADS)
 
 
-def by_path(target, tree):
-    """Converts a tree of plain dicts and lists to the types of the target."""
-
-    def look_up(path, leaf):
-        node = tree
-        for key in path:
-            kinds = ("name", "idx", "key")  # For a NamedTuple, a tuple, a dict.
-            node = node[next(getattr(key, k) for k in kinds if hasattr(key, k))]
-        return jnp.asarray(node, leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(look_up, target)
-
-
 def with_pickle(tree, target, folder):
     return pickle.loads(pickle.dumps(tree))
 
@@ -114,29 +101,13 @@ def with_orbax(tree, target, folder):
         return checkpointer.restore(folder / "saved", target)
 
 
-def with_orbax_without_a_target(tree, target, folder):
-    return by_path(target, with_orbax(tree, None, folder))
-
-
-TOOLS = [
-    with_pickle,
-    with_flax,
-    with_numpy,
-    with_orbax,
-    pytest.param(with_orbax_without_a_target, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits(
-    tool, rule, tmp_path
-):
+@pytest.mark.parametrize("tool", [with_pickle, with_flax, with_numpy, with_orbax])
+def test_a_run_that_is_restored_continues_with_the_same_bits(tool, rule, tmp_path):
     whole = uninterrupted(rule)
-    for step, held in enumerate(whole):
-        restored = tool(held, fresh(rule), tmp_path)
-        assert_same_bits(restored, held)
+    for step in (0, 4, 7, len(GRADS)):  # Before a first, a good, a bad and no step.
+        restored = tool(whole[step], fresh(rule), tmp_path)
+        assert_same_bits(restored, whole[step])
         assert_same_bits(train(rule, *restored, GRADS[step:])[-1], whole[-1])
 
 
@@ -165,8 +136,7 @@ def test_plain_dicts_restored_without_a_target_are_refused_with_a_hint(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes"),
-    [((2,), ("data",)), ((4, 2), ("data", "model")), ((1,), ("one",))],
+    ("shape", "axes"), [((4, 2), ("data", "model")), ((1,), ("one",))]
 )
 def test_orbax_restores_onto_another_mesh(shape, axes, tmp_path):
     def placed(tree, mesh, spec):
@@ -185,22 +155,6 @@ def test_orbax_restores_onto_another_mesh(shape, axes, tmp_path):
     assert shardings[0] == shardings[1]
     after = train("dynamic", *restored, GRADS[4:])[-1]
     assert_same_bits(after, uninterrupted("dynamic")[-1])
-
-
-def test_a_state_saved_without_loss_scaling_can_be_adopted():
-    bare, tx = adam(), optimizer("dynamic")
-    params = {"w": PARAMS["w"]}
-    grads = jax.tree.map(lambda p: p * 0.25, params)
-    _, saved = bare.update(grads, bare.init(params), params)
-    saved = flax.serialization.from_bytes(
-        bare.init(params), flax.serialization.to_bytes(saved)
-    )
-    adopted = ols.adopt_inner_state(saved, RULES["dynamic"])
-    assert types(adopted) == types(tx.init(params))
-    expected, inner_state = bare.update(grads, saved, params)
-    updates, state = tx.update(ols.scale(grads, adopted), adopted, params)
-    assert_same_bits(updates, expected)
-    assert_same_bits(state.inner_state, inner_state)
 
 
 def test_a_saved_state_of_half_precision_parameters_can_be_adopted_once_widened():
@@ -273,21 +227,13 @@ def test_a_saved_train_state_goes_on_with_its_moments_under_a_loss_scale(tmp_pat
     checkpoints.save_checkpoint(tmp_path, train_state(3), step=3)
     restored = checkpoints.restore_checkpoint(tmp_path, target=train_state(0))
     adopted = ols.adopt_inner_state(restored.opt_state, RULES["dynamic"])
+    assert types(adopted) == types(SCALED.init(restored.params))
     state = restored.replace(tx=SCALED, opt_state=adopted)
     grads = jax.tree.map(jnp.sin, state.params)
     state = state.apply_gradients(grads=ols.scale(grads, state))
     expected = train_state(4)
     assert_same_bits(state.params, expected.params)
     assert_same_bits(state.opt_state.inner_state, expected.opt_state)
-
-
-def test_flax_restores_the_wrong_way_without_an_error_as_the_guide_warns(tmp_path):
-    checkpoints.save_checkpoint(tmp_path, train_state(3), step=3)
-    target = train_state(0)
-    target = target.replace(tx=SCALED, opt_state=SCALED.init(target.params))
-    restored = checkpoints.restore_checkpoint(tmp_path, target=target)
-    assert restored.step == 3
-    assert optax.tree.get(restored.opt_state, "count") == 0
 
 
 def test_a_saved_nnx_optimizer_goes_on_with_its_moments_under_a_loss_scale():

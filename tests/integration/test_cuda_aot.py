@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import fused_attention
 import optax_lossscale as ols
 from _lib.compiled_text import bytes_and_kernels, products_of, sent_arrays
 from _lib.devices import device_of, devices_of
@@ -52,25 +53,6 @@ def apply(params, updates):
 
 def rounded(x, dtype):
     return np.asarray(x).astype(dtype).astype(np.float32)
-
-
-@pytest.mark.parametrize("gpu", ["cuda", "v100"])
-def test_a_float16_product_is_a_call_of_cublas_lt(gpu):
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float16)
-    program = compiled(jnp.matmul, x, x, gpu=gpu, options=CUBLAS_LT).as_text()
-    assert "__cublas$lt$matmul" in program
-
-
-def test_a_float8_product_is_a_call_of_cublas_lt_because_the_cuda_version_is_known():
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
-
-    def product(x, y, scale):
-        wide = jnp.matmul(x, y, preferred_element_type=jnp.float32)
-        return (wide * scale).astype(jnp.bfloat16)
-
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    program = compiled(product, x, x, scale, options=CUBLAS_LT).as_text()
-    assert "__cublas$lt$matmul$f8" in program
 
 
 def test_xla_for_gpu_leaves_out_a_cast_to_float16_and_back():
@@ -246,20 +228,25 @@ def of_two_layers(params, x):
     return jnp.mean(jax.nn.gelu(x @ params["a"]) @ params["b"]) ** 2
 
 
-@pytest.mark.parametrize("options", [None, CUBLAS_LT], ids=["triton", "cublas_lt"])
-def test_all_five_products_of_a_gradient_are_in_float8(options):
-    args = {"a": jnp.ones((64, 128)), "b": jnp.ones((128, 48))}, jnp.ones((32, 64))
-    fun = jax.grad(ols.autocast(of_two_layers, jnp.float8_e4m3fn))
-    program = compiled(fun, *args, options=options).as_text()
-    found = products_of(program)
-    assert found == {"f8e4m3fn": 2, "f8e4m3fn/f8e5m2": 3}
-    assert program.count('"__cublas$lt$matmul$f8"') == (5 if options else 0)
+FLOAT8_PRODUCTS = {"f8e4m3fn": 2, "f8e4m3fn/f8e5m2": 3}
 
 
-def test_an_older_gpu_multiplies_the_rounded_numbers_in_float16():
+@pytest.mark.parametrize(
+    ("gpu", "options", "expected", "calls"),
+    [
+        ("cuda", None, FLOAT8_PRODUCTS, 0),
+        ("cuda", CUBLAS_LT, FLOAT8_PRODUCTS, 5),
+        ("v100", None, {"f16": 5}, 0),  # The rounded numbers, in float16.
+    ],
+)
+def test_all_five_products_of_a_gradient_are_in_float8_where_a_gpu_has_it(
+    gpu, options, expected, calls
+):
     args = {"a": jnp.ones((64, 128)), "b": jnp.ones((128, 48))}, jnp.ones((32, 64))
     fun = jax.grad(ols.autocast(of_two_layers, jnp.float8_e4m3fn))
-    assert products_of(compiled(fun, *args, gpu="v100").as_text()) == {"f16": 5}
+    program = compiled(fun, *args, gpu=gpu, options=options).as_text()
+    assert products_of(program) == expected
+    assert program.count('"__cublas$lt$matmul$f8"') == calls
 
 
 @pytest.mark.parametrize("gpu", ["cuda", "v100"])
@@ -299,3 +286,13 @@ def test_gpus_gather_each_parameter_once_in_float8_and_sum_gradients_in_float32(
     assert gathered == 3 * 256**2
     assert {x.dtype for x in large if x.is_gather} == {"f8e4m3fn"}
     assert {x.dtype for x in large if not x.is_gather} == {"f32"}
+
+
+@jax.numpy_dtype_promotion("standard")  # JAX's attention needs it.
+@jax.numpy_rank_promotion("allow")
+def test_attention_marked_by_low_precision_is_one_call_of_cudnn_each_way():
+    unfused, fused = map(fused_attention.row, ("autocast", "autocast, fused attention"))
+    assert (unfused["fused, forward"], unfused["fused, backward"]) == ("0", "0")
+    assert (fused["fused, forward"], fused["fused, backward"]) == ("1", "1")
+    # Attention weights of 16 MB are stored no more, neither in float16 nor in float32.
+    assert float(unfused["temporary MB"]) - float(fused["temporary MB"]) > 16

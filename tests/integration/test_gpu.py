@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 
 import optax_lossscale as ols
 from optax_lossscale import demo
@@ -51,58 +50,6 @@ def test_a_step_in_which_a_float16_matmul_overflows_is_skipped():
     after, opt_state = step(weight, opt_state)
     np.testing.assert_array_equal(after, weight)
     assert ols.get_loss_scale(opt_state) == 2.0**14
-
-
-class Transformer(nn.Module):
-    """Two blocks, to predict the next of 32 tokens."""
-
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(32, 64, dtype=self.dtype)(tokens)
-        mask = nn.make_causal_mask(tokens)
-        for _ in range(2):
-            y = nn.LayerNorm(dtype=self.dtype)(x)
-            x += nn.MultiHeadDotProductAttention(4, dtype=self.dtype)(y, mask=mask)
-            y = nn.Dense(256, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
-            x += nn.Dense(64, dtype=self.dtype)(nn.gelu(y))
-        return nn.Dense(32, dtype=self.dtype)(x).astype(jnp.float32)
-
-
-def train_transformer(dtype, rule):
-    model = Transformer(dtype)
-    start = jax.random.randint(jax.random.key(1), (64, 1), 0, 32)
-    tokens = (
-        start + 5 * jnp.arange(33)
-    ) % 32  # Each token is the one before plus five.
-    params = model.init(jax.random.key(0), tokens[:, :-1])
-    tx = ols.loss_scaled(optax.adam(3e-3), rule)
-
-    def loss_fn(params):
-        logits = model.apply(params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
-
-    def step(carry, _):
-        params, opt_state = carry
-        loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    run = jax.jit(lambda carry: jax.lax.scan(step, carry, length=100))
-    (_, opt_state), losses = run((params, tx.init(params)))
-    return losses, opt_state
-
-
-def test_a_small_transformer_trains_as_well_in_float16_as_in_float32():
-    exact, _ = train_transformer(jnp.float32, ols.no_loss_scale())
-    losses, opt_state = train_transformer(jnp.float16, ols.dynamic_loss_scale())
-    assert exact[0] > 3.0
-    assert exact[-1] < 0.1
-    assert losses[-1] < 0.1
-    assert ols.loss_scale_metrics(opt_state)["total_notfinite"] < 10
 
 
 def test_the_demo_fails_in_plain_float16_and_matches_float32_with_a_dynamic_scale(

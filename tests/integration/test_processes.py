@@ -37,16 +37,14 @@ def one_process(tmp_path_factory):
     return run(folder, processes=1, devices=4)
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
 def test_all_processes_skip_together_and_end_with_the_bits_of_one_process(
-    processes, devices, one_process, tmp_path
+    one_process, tmp_path
 ):
-    printed, finals = run(tmp_path, processes=processes, devices=devices)
-    assert len(finals) == processes
+    printed, finals = run(tmp_path, processes=4, devices=1)
     # On the same four devices all bits are the same, counters included.
-    assert finals == one_process[1] * processes
+    assert finals == one_process[1] * 4
     for process, line in enumerate(printed):
-        assert line.startswith(f"process {process} of {processes}, 4 devices")
+        assert line.startswith(f"process {process} of 4, 4 devices")
         assert line.endswith("skipped 1")
 
 

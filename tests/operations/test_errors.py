@@ -30,34 +30,19 @@ def test_arguments_without_values_are_refused():
         trace_operations(loss_fn, W, shape)
 
 
-@pytest.mark.parametrize("loss_scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_loss_scale_that_is_not_positive_and_finite_is_refused(loss_scale):
-    with pytest.raises(ValueError, match="`loss_scale` must be"):
-        trace_operations(loss_fn, W, X, loss_scale=loss_scale)
-
-
-@pytest.mark.parametrize("loss_scale", ["high", None])
-def test_a_loss_scale_of_another_kind_is_refused(loss_scale):
-    with pytest.raises(TypeError, match="`loss_scale` must be"):
-        trace_operations(loss_fn, W, X, loss_scale=loss_scale)
-
-
-def test_a_level_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"`level` must be one of .*got 'O4'"):
-        trace_operations(loss_fn, W, X, level="O4")
-
-
-def test_a_dtype_that_is_not_narrower_is_refused():
-    with pytest.raises(ValueError, match="`dtype` must be narrower than float32"):
-        trace_operations(loss_fn, W, X, dtype=jnp.float32)
-
-
-def test_errors_of_the_function_are_its_own():
-    def fail(w, x):
-        raise KeyError("on purpose")
-
-    with pytest.raises(KeyError, match="on purpose"):
-        trace_operations(fail, W, X)
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"loss_scale": 0.0}, ValueError, "`loss_scale` must be"),
+        ({"loss_scale": float("nan")}, ValueError, "`loss_scale` must be"),
+        ({"loss_scale": "high"}, TypeError, "`loss_scale` must be"),
+        ({"level": "O4"}, ValueError, r"`level` must be one of .*got 'O4'"),
+        ({"dtype": jnp.float32}, ValueError, "`dtype` must be narrower than float32"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, error, text):
+    with pytest.raises(error, match=text):
+        trace_operations(loss_fn, W, X, **settings)
 
 
 @pytest.mark.parametrize(

@@ -1,176 +1,38 @@
-"""A fault is planted in a model of each framework, and named by its line and module."""
+"""A planted fault is named by its line and scope, in plain JAX and in frameworks."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 
-from helpers.modules import LIST
+from helpers.modules import FRAMEWORKS
 from helpers.places import place_of
 from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.uniform(0.5, 1.0, size=(3, 4)), jnp.float32)
-LAYERS = 6
 HALF_MAX = 65504.0
+ONES = [jnp.eye(4)] * 3
+SECOND_OVERFLOWS = [jnp.eye(4) * factor for factor in (300.0, 300.0, 1e-4)]
 
 
-class Model(NamedTuple):
-    """A model of a framework: six layers without biases, and a head that is given.
+def loss_with(head):
+    """Three layers, and a head that is given."""
 
-    Attributes:
-      loss_fn: A function of `params` and `X`.
-      params: What `loss_fn` is differentiated with respect to.
-      product: The line that calls the layers.
-      call: The line that calls the head.
-      layer: The scope of a layer, by its number.
-      head: The scope of the head.
-    """
+    def loss_fn(kernels, x):
+        for i, kernel in enumerate(kernels):
+            with jax.named_scope(f"layer{i}"):
+                x = x @ kernel  # layer
+        with jax.named_scope("head"):
+            return head(x)
 
-    loss_fn: Callable
-    params: object
-    product: str
-    call: str
-    layer: Callable
-    head: str
+    return loss_fn
 
 
-def plain(head, factors):
-    def forward(weights, x):
-        for weight in weights:
-            x = x @ weight  # layer
-        return head(x)  # head
-
-    weights = [jnp.eye(4) * factor for factor in factors]
-    places = place_of(forward, "layer"), place_of(forward, "head")
-    return Model(forward, weights, *places, lambda i: "", "")
-
-
-class LinenHead(linen.Module):
-    fun: Callable
-
-    def __call__(self, x):
-        return self.fun(x)
-
-
-class LinenNet(linen.Module):
-    fun: Callable
-
-    @linen.compact
-    def __call__(self, x):
-        for _ in range(LAYERS):
-            x = linen.Dense(4, use_bias=False)(x)  # layer
-        return LinenHead(self.fun, name="head")(x)  # head
-
-
-def of_linen(head, factors):
-    model = LinenNet(head)
-    params = {
-        f"Dense_{i}": {"kernel": jnp.eye(4) * factor}
-        for i, factor in enumerate(factors)
-    }
-
-    def loss_fn(params, x):
-        return model.apply({"params": params}, x)
-
-    places = (place_of(LinenNet.__call__, name) for name in ("layer", "head"))
-    return Model(
-        loss_fn, params, *places, lambda i: f"LinenNet/Dense_{i}", "LinenNet/head"
-    )
-
-
-class NnxHead(nnx.Module):
-    def __init__(self, fun):
-        self.fun = fun
-
-    def __call__(self, x):
-        return self.fun(x)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, fun):
-        rngs = nnx.Rngs(0)
-        self.layers = LIST(
-            [nnx.Linear(4, 4, use_bias=False, rngs=rngs) for _ in range(LAYERS)]
-        )
-        self.head = NnxHead(fun)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)  # layer
-        return self.head(x)  # head
-
-
-def of_nnx(head, factors):
-    model = NnxNet(head)
-    for layer, factor in zip(model.layers, factors, strict=True):
-        layer.kernel[...] = jnp.eye(4) * factor
-    places = (place_of(NnxNet.__call__, name) for name in ("layer", "head"))
-    return Model(
-        lambda model, x: model(x),
-        model,
-        *places,
-        lambda i: f"NnxNet/layers/{i}",
-        "NnxNet/head",
-    )
-
-
-class EquinoxHead(eqx.Module):
-    fun: Callable = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.fun(x)
-
-
-class EquinoxNet(eqx.Module):
-    layers: list
-    head: EquinoxHead
-
-    def __init__(self, fun, factors):
-        layer = eqx.nn.Linear(4, 4, use_bias=False, key=jax.random.key(0))
-        self.layers = [
-            eqx.tree_at(lambda x: x.weight, layer, jnp.eye(4) * factor)
-            for factor in factors
-        ]
-        self.head = EquinoxHead(fun)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jax.vmap(layer)(x)  # layer
-        return self.head(x)  # head
-
-
-def of_equinox(head, factors):
-    places = (place_of(EquinoxNet.__call__, name) for name in ("layer", "head"))
-    return Model(
-        lambda model, x: model(x),
-        EquinoxNet(head, factors),
-        *places,
-        lambda i: f"EquinoxNet/layers/{i}/eqx.nn.Linear",  # Equinox adds the last.
-        "EquinoxNet/head",
-    )
-
-
-FRAMEWORKS = pytest.mark.parametrize(
-    "framework", [plain, of_linen, of_nnx, of_equinox], ids=lambda x: x.__name__
-)
-ONES = (1.0,) * LAYERS
-# The fault is in the fifth layer: it has number 4.
-FIFTH = (1.0, 1.0, 1.0, 300.0, 300.0, 1e-4)
-
-
-def trace(model, **settings):
-    return trace_operations(model.loss_fn, model.params, X, **settings)
-
-
-def mean(x):
-    return jnp.mean(x)
+def trace(loss_fn, params=ONES, **settings):
+    return trace_operations(loss_fn, params, X, **settings)
 
 
 def softmax(x):
@@ -203,90 +65,74 @@ def rounded(x):
     return jnp.mean(((500 + x) @ differences) ** 2)  # fault
 
 
-class Fault(NamedTuple):
-    """Where a planted fault is: in the head or in a layer."""
-
-    head: Callable
-    primitive: str
-    is_backward: bool = False
-    layer: int | None = None
-    factors: tuple = ONES
-    settings: dict = {}  # noqa: RUF012
+def assert_named(operation, primitives, where, scope, is_backward=False):
+    assert operation.primitive in primitives
+    assert operation.is_backward == is_backward
+    assert (operation.where, operation.scope) == (where, scope)
 
 
-FAULTS = {
-    "product": Fault(mean, "dot_general", layer=4, factors=FIFTH),
-    "softmax": Fault(softmax, "exp", settings={"level": "O2"}),
-    "square": Fault(square, "square integer_pow"),
-    "square, scaled": Fault(
-        square, "square integer_pow", settings={"loss_scale": 256.0}
-    ),
-    "slope": Fault(large_slope, "mul", is_backward=True),
-    "slope, scaled": Fault(
-        large_slope, "mul", is_backward=True, settings={"loss_scale": 2.0}
-    ),
-}
-
-
-def assert_named(operation, model, fault):
-    """An operation is the fault that was planted in a model."""
-    assert operation.primitive in fault.primitive
-    assert operation.is_backward == fault.is_backward
-    is_head = fault.layer is None
-    line = place_of(fault.head, "fault") if is_head else model.product
-    assert operation.where == line
-    assert operation.scope == (model.head if is_head else model.layer(fault.layer))
-
-
-@FRAMEWORKS
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_a_planted_overflow_is_named(framework, fault):
-    model = framework(fault.head, fault.factors)
-    first = first_nonfinite(trace(model, **fault.settings))
-    assert_named(first, model, fault)
+@pytest.mark.parametrize(
+    ("head", "primitives", "is_backward", "settings"),
+    [
+        (softmax, ["exp"], False, {"level": "O2"}),
+        (square, ["square", "integer_pow"], False, {"loss_scale": 256.0}),
+        (large_slope, ["mul"], True, {"loss_scale": 2.0}),
+    ],
+)
+def test_a_planted_overflow_is_named(head, primitives, is_backward, settings):
+    first = first_nonfinite(trace(loss_with(head), **settings))
+    assert_named(first, primitives, place_of(head, "fault"), "head", is_backward)
     assert not first.overflows_only_scaled
     assert first.nonfinite == first.made_nonfinite
 
 
-@FRAMEWORKS
-def test_the_product_whose_gradient_is_flushed_is_named(framework):
-    model = framework(flushed, ONES)
-    worst = max(trace(model), key=lambda x: x.underflow)
-    cast = Fault(flushed, "convert_element_type", is_backward=True, layer=5)
-    assert_named(worst, model, cast)
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
+def test_faults_in_layers_of_a_framework_are_named_forward_and_backward(framework):
+    def loss_fn(params, x):
+        return jnp.mean(framework.call(params, x))
+
+    line = place_of(framework.net.__call__, "layer")
+    first = first_nonfinite(trace(loss_fn, framework.make(SECOND_OVERFLOWS)))
+    assert_named(first, ["dot_general"], line, framework.scope.format(1))
+    first = first_nonfinite(trace(loss_fn, framework.make(ONES), loss_scale=2.0**20))
+    scope = framework.scope.format(2)
+    assert_named(first, ["convert_element_type"], line, scope, is_backward=True)
+
+
+def test_the_product_whose_gradient_is_flushed_is_named():
+    loss_fn = loss_with(flushed)
+    worst = max(trace(loss_fn), key=lambda x: x.underflow)
+    line = place_of(loss_fn, "layer")
+    assert_named(worst, ["convert_element_type"], line, "layer2", is_backward=True)
     assert worst.underflow == worst.error == 1.0
     np.testing.assert_allclose(worst.float32_largest, 1e-8 / 12, rtol=1e-3)
     # A loss scale brings the gradient back.
-    assert not any(x.underflow for x in trace(model, loss_scale=2.0**15))
+    assert not any(x.underflow for x in trace(loss_fn, loss_scale=2.0**15))
 
 
-@FRAMEWORKS
-def test_the_product_with_the_largest_error_is_named(framework):
-    model = framework(rounded, ONES)
-    worst = max(trace(model, loss_scale=2.0**15), key=lambda x: x.error)
-    assert_named(worst, model, Fault(rounded, "dot_general"))
+def test_the_product_with_the_largest_error_is_named():
+    operations = trace(loss_with(rounded), loss_scale=2.0**15)
+    worst = max(operations, key=lambda x: x.error)
+    assert_named(worst, ["dot_general"], place_of(rounded, "fault"), "head")
     half = np.asarray(500 + X, np.float16).astype(np.float32)
     exact, cast = (np.diff(x[:, :3]) for x in (np.asarray(500 + X), half))
     error = np.linalg.norm(cast - exact) / np.linalg.norm(exact)
     np.testing.assert_allclose(worst.error, error, rtol=1e-2)
 
 
-@FRAMEWORKS
-def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(framework):
+def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart():
     """The cotangent of the mean is the scale / 12, and is cast for the product."""
-    model, scale = framework(mean, ONES), 2.0**20
-    first = first_nonfinite(trace(model, loss_scale=scale))
-    cast = Fault(mean, "convert_element_type", is_backward=True, layer=5)
-    assert_named(first, model, cast)
+    loss_fn, scale = loss_with(jnp.mean), 2.0**20
+    first = first_nonfinite(trace(loss_fn, loss_scale=scale))
     assert first.overflows_only_scaled
     bits = math.log2(HALF_MAX) - math.log2(scale / 12)
     np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-3)
     np.testing.assert_allclose(first.unscaled_headroom_bits, bits + 20, rtol=1e-3)
-    assert first_nonfinite(trace(model, loss_scale=2.0**15)) is None
+    assert first_nonfinite(trace(loss_fn, loss_scale=2.0**15)) is None
 
 
 def test_the_numbers_of_an_overflowing_product():
-    first = first_nonfinite(trace(plain(mean, FIFTH)))
+    first = first_nonfinite(trace(loss_with(jnp.mean), SECOND_OVERFLOWS))
     assert first.dtype == jnp.float16
     assert first.nonfinite == int(jnp.sum(X * 9e4 > HALF_MAX))
     assert first.shape == (3, 4)
@@ -298,12 +144,12 @@ def test_the_numbers_of_an_overflowing_product():
 
 def test_the_numbers_of_operations_that_the_function_casts_itself():
     """An exponential at O2, and a product of halves in the backward pass."""
-    first = first_nonfinite(trace(plain(softmax, ONES), level="O2"))
+    first = first_nonfinite(trace(loss_with(softmax), level="O2"))
     # All entries of `X` are at least 0.5, so all 12 overflow.
     assert first.nonfinite == 12
     bits = math.log2(HALF_MAX) - 40 * float(jnp.max(X)) * math.log2(math.e)
     np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-2)
-    operations = trace(plain(large_slope, ONES))
+    operations = trace(loss_with(large_slope))
     assert not any(x.nonfinite for x in operations if not x.is_backward)
     # The derivative of the loss by `x` is 600 * 600 / 2.
     first = first_nonfinite(operations)

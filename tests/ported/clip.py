@@ -27,7 +27,8 @@ class Program(Ported):
         self.tx = self.loss_scaled(tx)
         self.loss_fn = self.autocast(self.contrastive_loss)
 
-    def contrastive_loss(self, params, upper, lower):
+    def contrastive_loss(self, params, batch):
+        upper, lower = batch
         upper = encode(params["upper"], upper)
         lower = encode(params["lower"], lower)
         logits = jnp.exp(params["log_scale"]) * upper @ lower.T
@@ -55,12 +56,10 @@ class Program(Ported):
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(self, state, batch):
-        params, opt_state = state["params"], state["opt_state"]
-        loss, grads = self.value_and_grad(self.loss_fn, opt_state)(params, *batch)
-        updates, opt_state = self.tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        state, loss = super().step(state, batch)
+        params = dict(state["params"])
         params["log_scale"] = jnp.clip(params["log_scale"], 0, jnp.log(100.0))
-        return {"params": params, "opt_state": opt_state}, loss
+        return {**state, "params": params}, loss
 
     def batches(self, seed):
         images = digits()[0].reshape(-1, 64)

@@ -5,8 +5,6 @@ inverse problem as data: x = y + 0.3 sin(2 pi y) + noise, where one x has up to 
 As there, the densities are exponentials, and are added before the logarithm is taken.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +27,8 @@ class Program(Ported):
         self.tx = self.loss_scaled(optax.adam(optax.cosine_decay_schedule(5e-3, 400)))
         self.loss_fn = self.autocast(self.negative_log_likelihood)
 
-    def negative_log_likelihood(self, params, x, y):
+    def negative_log_likelihood(self, params, batch):
+        x, y = batch
         logits, means, log_deviations = network(params, x)
         z = (y - means) * jnp.exp(-log_deviations)
         densities = jnp.exp(-(z**2) / 2 - log_deviations) / jnp.sqrt(2 * jnp.pi)
@@ -51,14 +50,6 @@ class Program(Ported):
             "b_out": jnp.zeros(3 * GAUSSIANS),
         }
         return {"params": params, "opt_state": self.tx.init(params)}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, batch):
-        params, opt_state = state["params"], state["opt_state"]
-        loss, grads = self.value_and_grad(self.loss_fn, opt_state)(params, *batch)
-        updates, opt_state = self.tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state}, loss
 
     def batches(self, seed):
         rng = np.random.default_rng(seed)

@@ -8,8 +8,6 @@ reads scikit-learn's breast cancer data instead of spirals: the three groups of 
 features, one after another.
 """
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -42,7 +40,8 @@ class RNN(eqx.Module):
         return jax.nn.sigmoid(self.linear(hidden))
 
 
-def loss_fn(model, x, y):
+def loss_fn(model, batch):
+    x, y = batch
     p = jax.vmap(model)(x)
     return jnp.mean(-y * jnp.log(p) - (1 - y) * jnp.log(1 - p))
 
@@ -58,15 +57,6 @@ class Program(Ported):
     def init(self, seed):
         params = RNN(jax.random.key(seed))
         return {"params": params, "opt_state": self.tx.init(params)}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, batch):
-        model, opt_state = state["params"], state["opt_state"]
-        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
-        loss, grads = grad_fn(model, *batch)
-        updates, opt_state = self.tx.update(grads, opt_state)
-        model = eqx.apply_updates(model, updates)
-        return {"params": model, "opt_state": opt_state}, loss
 
     def batches(self, seed):
         return random_batches(seed, STEPS, BATCH, (FEATURES, np.float32(LABELS)))

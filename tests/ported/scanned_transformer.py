@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         return self.logits(self.norm(x))
 
 
-def loss_fn(params, graph, batch):
+def loss_fn(graph, params, batch):
     logits = nnx.merge(graph, params)(batch["inputs"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
@@ -86,21 +86,12 @@ class Program(Ported):
         rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, STEPS // 10, STEPS)
         clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
         self.tx = self.loss_scaled(clipped)
-        self.loss_fn = self.autocast(loss_fn)
-        self.graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
+        self.loss_fn = self.autocast(functools.partial(loss_fn, graph))
 
     def init(self, seed):
         params = nnx.state(Decoder(nnx.Rngs(seed)))
         return {"params": params, "opt_state": self.tx.init(params)}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, batch):
-        params, opt_state = state["params"], state["opt_state"]
-        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
-        loss, grads = grad_fn(params, self.graph, batch)
-        updates, opt_state = self.tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state}, loss
 
     def batches(self, seed):
         starts = np.random.default_rng(seed).integers(

@@ -48,6 +48,10 @@ def draw(key):
     return jnp.where((jnp.arange(4) == place) & is_hit, fault, grads)
 
 
+def all_of(tree):
+    return jnp.all(jnp.stack(jax.tree.leaves(tree)))
+
+
 def run(rule, optimizer, steps, seed=0):
     """Trains, and returns observations of each step."""
     tx = ols.loss_scaled(optimizer, rule)
@@ -61,27 +65,14 @@ def run(rule, optimizer, steps, seed=0):
         updates, after = tx.update(grads, state, params)
         moved = optax.apply_updates(params, updates)
         old, new = (params, state.inner_state), (moved, after.inner_state)
-        floats = [x for x in jax.tree.leaves(new) if x.dtype == jnp.float32]
+        counts = after.loss_scale_state
         seen = {
             "finite": is_finite,
-            "kept": jnp.all(
-                jnp.stack(
-                    [
-                        jnp.all(a == b)
-                        for a, b in zip(
-                            jax.tree.leaves(old), jax.tree.leaves(new), strict=True
-                        )
-                    ]
-                )
-            ),
-            "sound": jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])),
-            "scale": ols.get_loss_scale(after),
+            "kept": all_of(jax.tree.map(jnp.array_equal, old, new)),
+            "sound": all_of(jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), new)),
+            "scale": counts.loss_scale,
             "counts": jnp.stack(
-                [
-                    after.loss_scale_state.step_count,
-                    after.loss_scale_state.total_notfinite,
-                    after.loss_scale_state.notfinite_count,
-                ]
+                [counts.step_count, counts.total_notfinite, counts.notfinite_count]
             ),
         }
         return (moved, after), seen
@@ -99,11 +90,9 @@ def check(seen):
     assert seen["kept"][~finite].all(), "a skipped step changed something"
     assert (seen["scale"] >= BOUNDS[0]).all()
     assert (seen["scale"] <= BOUNDS[1]).all()
-    in_row, rows = 0, []
-    for is_finite in finite:
-        in_row = 0 if is_finite else in_row + 1
-        rows.append(in_row)
-    counts = np.stack([np.arange(1, steps + 1), np.cumsum(~finite), rows], axis=1)
+    number = np.arange(1, steps + 1)
+    in_row = number - np.maximum.accumulate(np.where(finite, number, 0))
+    counts = np.stack([number, np.cumsum(~finite), in_row], axis=1)
     np.testing.assert_array_equal(seen["counts"], counts)
     return float(np.mean(~finite))
 

@@ -5,14 +5,13 @@
 It imports what is installed of Keras (on JAX), tf_keras, PyTorch and MindSpore, and
 lets their optimizers take the steps of `tests/other_systems/test_optimizer_rows.py`. It
 prints how far their parameters are from those of the formulas, by the largest change of
-a parameter. It also checks what the pages say of loss scales and of a Keras 3 model.
-If anything differs, or if none of the systems is installed, the exit code is 1.
+a parameter. If one is too far, or if none of the systems is installed, the exit code is
+1.
 """
 
 import importlib.util
 import os
 import pathlib
-import re
 import sys
 from functools import partial
 
@@ -40,7 +39,6 @@ from helpers.optimizer_formulas import (  # noqa: E402
 # MindSpore computes in float32, in which 1 - 0.999 is off by 1e-5. The others compute
 # in float64, with a learning rate in float32.
 TOLERANCE = 2e-5
-NAN = np.float32(np.nan)
 failures = []
 
 OF_KERAS = FORMULAS["keras"] | {
@@ -64,12 +62,6 @@ OF_MINDSPORE = {
         uncorrected_adam, rate=0.01, decay=0.1
     ),
 }
-
-
-def check(what, is_true):
-    print(f"{'agrees' if is_true else 'DIFFERS'}: {what}")
-    if not is_true:
-        failures.append(what)
 
 
 def compare(system, version, formulas, start):
@@ -118,28 +110,6 @@ def run_keras():
         return step
 
     compare("Keras", keras.__version__, OF_KERAS, start)
-    jax.config.update("jax_enable_x64", False)
-    check_keras_scale(keras)
-
-
-def check_keras_scale(keras):
-    """Counts the nonfinite steps until the scale is zero, and looks at what follows."""
-    variable = keras.Variable(np.ones(1, np.float32))
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    optimizer.build([variable])
-    state, params = [v.value for v in optimizer.variables], [variable.value]
-    scale = [v.path for v in optimizer.variables].index(optimizer.dynamic_scale.path)
-    steps = 0
-    while state[scale] > 0:
-        nan = [params[0] * NAN]
-        params, state = optimizer.stateless_apply(state, nan, params)
-        steps += 1
-    params, state = optimizer.stateless_apply(state, [params[0] * 0], params)
-    page = (ROOT / "docs" / "migration" / "keras.md").read_text()
-    (said,) = re.findall(r"scale is zero after (\d+) nonfinite steps", page)
-    zero = f"the scale of Keras is zero after {steps} nonfinite steps"
-    check(zero, steps == int(said))
-    check("then a finite step writes NaN into the parameters", np.isnan(params[0][0]))
 
 
 def run_tf_keras():
@@ -163,14 +133,6 @@ def run_tf_keras():
         if hasattr(tf_keras.optimizers, call.partition("(")[0])
     }
     compare("tf_keras", tf_keras.__version__, has, start)
-
-    wrap = tf_keras.mixed_precision.LossScaleOptimizer
-    opt = wrap(tf_keras.optimizers.SGD())
-    found = opt.initial_scale, opt.dynamic_growth_steps
-    check(f"tf_keras: first scale and growth steps {found}", found == (32768, 2000))
-    opt = wrap(tf_keras.optimizers.SGD(), dynamic=False, initial_scale=8.0)
-    found = opt.initial_scale, opt.dynamic_growth_steps, opt.dynamic_counter
-    check(f"tf_keras: those of a fixed scale {found}", found == (8.0, None, None))
 
 
 def make_with(module, call, params):
@@ -212,24 +174,6 @@ def run_mindspore():
         return step
 
     compare("MindSpore", ms.__version__, OF_MINDSPORE, start)
-
-    def is_refused(**manager):
-        """On CPU, MindSpore refuses a manager that looks for overflows."""
-        network = ms.nn.Dense(3, 2)
-        optimizer = ms.nn.Momentum(network.trainable_params(), 0.01, 0.9)
-        try:
-            ms.amp.build_train_network(
-                network, optimizer, ms.nn.MSELoss(), level="O2", **manager
-            )
-        except ValueError as error:
-            return "loss_scale_manager" in str(error)
-        return False
-
-    check("MindSpore: O2 has a manager of its own", is_refused())
-    check(
-        "MindSpore: with loss_scale_manager=None it has none",
-        not is_refused(loss_scale_manager=None),
-    )
 
 
 # What each of them needs, and what it runs.
