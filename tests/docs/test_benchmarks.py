@@ -5,23 +5,21 @@ The limits are written here; the tables of `benchmarks/README.md` are not read.
 
 import importlib
 import json
-import pathlib
 import sys
-from collections import Counter
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autocast
 import on_gpu
 import optax_lossscale as ols
 import whole_step
-from _lib import compiled_text, costs, plain_models, steps, tables
+from _lib import compiled_text, plain_models
 from helpers.compat import IS_JAX_0_7
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 needs_set_mesh = pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
+pytestmark = pytest.mark.filterwarnings("default:SelfAttention:DeprecationWarning")
 # A script compiles many programs: each takes 3 to 30 seconds.
 slow = pytest.mark.slow
 
@@ -186,55 +184,6 @@ def test_tiny_models_take_the_script_for_gpus_to_its_end(run_script, monkeypatch
     assert [row["way"] for row in tables["The update alone"]] == on_gpu.UPDATES
 
 
-def test_a_precision_that_runs_out_of_memory_says_so_and_the_others_are_measured(
-    monkeypatch,
-):
-    def measure(platform, model, precision, optimizer, scalers, is_tiny, **_):
-        if precision == "float32, highest":
-            jnp.zeros(2**50)
-        if precision == "TF32":
-            raise jax.errors.JaxRuntimeError("INTERNAL: no algorithm worked")
-        cost = costs.Cost(
-            0, 0, 0, memory=10**7, trace_s=0.0, compile_s=0.0, products=Counter()
-        )
-        return [on_gpu.Measured(cost, 0, time_s=0.002) for _ in scalers]
-
-    monkeypatch.setattr(on_gpu, "measure", measure)
-    float32, tf32, *others = on_gpu.rows_of("ResNet-50", is_tiny=True)
-    assert float32["ms"] == "out of memory"
-    assert tf32["ms"] == "failed"
-    assert {row["ms"] for row in others} == {"2.00"}
-    assert {row["peak MB"] for row in others} == {"10.00"}
-    assert {row["time / float32"] for row in others} == {""}
-
-
-def test_the_memory_of_a_step_counts_donated_arguments_once():
-    array = jax.ShapeDtypeStruct((1000,), jnp.float32)
-
-    def step(params, state, grads):
-        return params - grads, state + grads, grads * 2
-
-    _, cost = costs.compile_step(step, (array, array, array), jax.devices("cpu")[0])
-    # Three arguments and the third result, 4000 bytes each, and a few pointers of XLA.
-    assert 16_000 <= cost.memory < 16_200
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [("float32", "DEFAULT"), ("float32, highest", "HIGHEST"), ("TF32", "HIGH")],
-)
-@jax.numpy_rank_promotion("allow")
-@jax.numpy_dtype_promotion("standard")
-def test_float32_products_have_the_precision_that_the_way_names(way, name):
-    step = steps.make_step("LSTM", way, "adamw", "none", small=True)
-    text = jax.jit(step.run).lower(*step.args).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    # Each of two LSTMs multiplies its input and its state by weights, and the last
-    # layer its input. The backward pass has two products for each of these five.
-    assert len(products) == 15
-    assert all(f"precision = [{name}, {name}]" in line for line in products)
-
-
 @slow
 def test_the_overhead_is_measured_for_every_way(run_script):
     options = "--quick", "--leaves", "2", "--size", "100"
@@ -286,7 +235,7 @@ def test_autocast_runs_every_product_of_a_model_low(run_script):
 
 
 @pytest.mark.parametrize("way", ["by hand", "autocast, O1", "autocast, O3"])
-@pytest.mark.parametrize("model", sorted(plain_models.MODELS))
+@pytest.mark.parametrize("model", plain_models.MODELS)
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
 def test_plain_models_have_float32_gradients_in_every_way(model, way):
@@ -294,8 +243,8 @@ def test_plain_models_have_float32_gradients_in_every_way(model, way):
     loss_fn, params, batch = plain_models.MODELS[model](dtype, stream, True)
     if level is not None:
         loss_fn = ols.autocast(loss_fn, level=level)
-    loss, grads = jax.eval_shape(jax.value_and_grad(loss_fn), params, *batch)
-    assert {x.dtype for x in [loss, *jax.tree.leaves(grads)]} == {jnp.float32}
+    results = jax.eval_shape(jax.value_and_grad(loss_fn), params, *batch)
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(results))
 
 
 @slow
@@ -332,11 +281,3 @@ def test_tracing_and_eager_calls_are_timed_in_every_framework(run_script):
     tables = run_script("autocast_speed", "--layers", "1", "--rounds", "1")
     assert len(tables["Tracing the gradient"]) == 6
     assert len(tables["Calls outside jit"]) == 2
-
-
-def test_cells_that_markdown_would_turn_bold_are_printed_in_backticks(capsys):
-    rows = [{"operation": "__pow__", "scales": "2**3 2**3"}, {"a": 1, "b": 2}]
-    tables.print_table(rows)
-    _, _, quoted, plain = capsys.readouterr().out.splitlines()
-    assert quoted == "| `__pow__` | `2**3 2**3` |"
-    assert plain.split() == ["|", "1", "|", "2", "|"]
