@@ -115,7 +115,7 @@ FIELDS = {
     ols.LossScaledState: "loss_scale_state inner_state",
     ols.diagnostics.Operation: "primitive where scope is_backward dtype shape largest "
     "float32_largest nonfinite made_nonfinite cause underflow headroom_bits "
-    "unscaled_headroom_bits error loop iteration order",
+    "unscaled_headroom_bits error loop iteration order=None",
     ols.diagnostics.ExponentHistogram: "exponents counts zero_count nonfinite_count",
 }
 EXPECTED = {
