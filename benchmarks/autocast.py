@@ -1,6 +1,7 @@
 """Shows what autocast does to models, and to whole training steps on GPU and TPU.
 
-    python benchmarks/autocast.py [--platforms cuda tpu] [--json FILE]
+    python benchmarks/autocast.py [--models NAME ...] [--platforms cuda tpu]
+                                  [--json FILE]
 
 The tables of whole steps need the compilers (`pip install libtpu 'jax[cuda12]'`), but
 no GPU and no TPU. With `--platforms` and no name after it they are left out.
@@ -137,9 +138,17 @@ def main() -> None:
         default=["cuda", "tpu"],
         help="compile steps for these (default: H200 and TPU)",
     )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="NAME",
+        help="models of the first table (default: all)",
+    )
     arguments = parser.parse_args()
     use_host_cpu()
-    tables = {"Models": [model_row(name, make()) for name, make in MODELS.items()]}
+    tables = {"Models": [model_row(name, MODELS[name]()) for name in arguments.models]}
     for platform in arguments.platforms:
         name = f"Whole steps, compiled for {DEVICE_NAMES[platform]}"
         tables[name] = step_rows(platform)

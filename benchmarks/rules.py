@@ -1,17 +1,20 @@
 """Runs every rule on traces of gradient magnitudes: four tables and a picture.
 
-    python benchmarks/rules.py [--json FILE] [--plot FILE]
+    python benchmarks/rules.py [--quick] [--json FILE] [--plot FILE]
 
 A trace gives log2 of the gradients' largest magnitude at each step. A rule skips a step
 if this magnitude times the scale exceeds float16's largest value; if the product is
 below float16's smallest value, the rule sees zero. Five traces are made up;
 `record_traces.py` recorded three more in `traces.npz`. The third table has bad batches
 at many times and levels, the fourth activations larger than the parameters' gradients.
+`--quick` runs only the three rules of the picture.
 """
 
 import argparse
+import functools
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -92,32 +95,36 @@ def recorded_traces() -> dict[str, Trace]:
 
 
 def run(
-    rule: ols.LossScale, largest: np.ndarray, more_bits: float = 0.0
+    rule: str, largest: np.ndarray, more_bits: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Runs a rule on traces, all of them at once.
 
     Args:
-      rule: A loss scale rule.
+      rule: The name of a loss scale rule.
       largest: log2 of the largest magnitude, `f32[runs, steps]`.
       more_bits: By how much something else overflows earlier, such as activations.
 
     Returns:
       The scale before each step, and whether the step was applied; `[runs, steps]`.
     """
+    scales, applied = run_compiled(rule, jnp.float32(largest), jnp.float32(more_bits))
+    return np.asarray(scales), np.asarray(applied)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_compiled(name: str, largest: jax.Array, more_bits: jax.Array) -> Any:
+    """Does what `run` says, in one program for all traces of one length."""
+    rule = RULES[name]
 
     def step(state, largest):
         magnitude = jnp.exp2(largest)
         scaled = magnitude * state.loss_scale
-        finite = scaled * 2.0**more_bits <= FLOAT16_MAX  # False for NaN.
+        finite = scaled * jnp.exp2(more_bits) <= FLOAT16_MAX  # False for NaN.
         magnitude = jnp.where(scaled > 2.0**-25, magnitude, 0.0)
         after = rule.adjust(state, finite, jnp.where(finite, magnitude, jnp.inf))
         return after, (state.loss_scale, finite)
 
-    def run_once(largest):
-        return jax.lax.scan(step, rule.init(), largest)[1]
-
-    scales, applied = jax.jit(jax.vmap(run_once))(jnp.asarray(largest, jnp.float32))
-    return np.asarray(scales), np.asarray(applied)
+    return jax.vmap(lambda run: jax.lax.scan(step, rule.init(), run)[1])(largest)
 
 
 def measure(trace: Trace, scales: np.ndarray, applied: np.ndarray) -> dict[str, float]:
@@ -166,13 +173,20 @@ def nan_table() -> list[dict[str, str]]:
         * (np.arange(len(levels)) % 2)[:, None]
     )
     calm = np.log2(FLOAT16_MAX) - levels + noise
+    histories = nan_histories()
+    largest = np.concatenate(
+        [np.where(bad, np.nan, calm) for bad in histories.values()]
+    )
+    runs = {
+        name: [np.split(array, len(histories)) for array in run(name, largest)]
+        for name in COMPARED
+    }
     rows = []
-    for pattern, bad in nan_histories().items():
-        largest = np.where(bad, np.nan, calm)
+    for index, pattern in enumerate(histories):
         row = {"bad batches": pattern}
         figures = {}
         for name in COMPARED:
-            scales, applied = run(RULES[name], largest)
+            scales, applied = (arrays[index] for arrays in runs[name])
             bits = np.log2(scales)
             unused = np.log2(FLOAT16_MAX) - bits - calm
             flushed = norm.cdf((-25 - bits - (calm - noise - 20)) / 6)
@@ -198,7 +212,7 @@ def activations_table(traces: dict[str, Trace]) -> list[dict[str, str]]:
         for kind in ("stationary", "decaying 8 bits", "sudden rise of 9 bits"):
             row = {"trace": kind, "bits above": f"{more_bits:.0f}"}
             for name in COMPARED:
-                scales, applied = run(RULES[name], traces[kind].largest, more_bits)
+                scales, applied = run(name, traces[kind].largest, more_bits)
                 unused = (
                     np.log2(FLOAT16_MAX / scales) - traces[kind].largest - more_bits
                 )
@@ -219,12 +233,12 @@ def cell(result: dict[str, Any]) -> str:
     )
 
 
-def run_all(traces: dict[str, Trace]) -> Runs:
-    """Runs every rule on every trace."""
+def run_all(names: Iterable[str], traces: dict[str, Trace]) -> Runs:
+    """Runs rules on every trace."""
     largest = np.concatenate([trace.largest for trace in traces.values()])
     of_rules = {}
-    for name, rule in RULES.items():
-        arrays = [np.split(array, len(traces)) for array in run(rule, largest)]
+    for name in names:
+        arrays = [np.split(array, len(traces)) for array in run(name, largest)]
         of_rules[name] = dict(zip(traces, zip(*arrays, strict=True), strict=True))
     return of_rules
 
@@ -292,10 +306,12 @@ def main() -> None:
     parser.add_argument(
         "--plot", type=check_picture_file, help="draw the picture to a file"
     )
+    parser.add_argument("--quick", action="store_true", help="run three rules only")
     arguments = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()
-    runs, recorded_runs = run_all(traces), run_all(recorded)
+    names = list(DRAWN) if arguments.quick else list(RULES)
+    runs, recorded_runs = run_all(names, traces), run_all(names, recorded)
     results = {"synthetic": table(traces, runs)}
     print()
     results["recorded"] = table(recorded, recorded_runs)

@@ -1,10 +1,10 @@
 """Runs the same training in each of JAX's ways to use several devices: one table.
 
-    python benchmarks/ways_of_running.py [--json FILE]
+    python benchmarks/ways_of_running.py [--quick] [--json FILE]
 
 Every way takes ten steps of Adam on the same network and the same global batches, on
 eight CPU devices. At `BAD_STEP` the batch has one NaN, which only one device sees. For
-the last two rows the script starts several processes.
+the last two rows the script starts several processes. `--quick` tries fewer ways.
 """
 
 import argparse
@@ -236,6 +236,7 @@ WAYS: dict[str, Callable[[], Result]] = {
     ),
 }
 IN_PROCESSES = "jit, fully sharded"
+FEW_WAYS = ["one device", "shard_map, check_vma=True", IN_PROCESSES]
 
 
 def run_processes(count: int) -> Result:
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=check_output_file, help="write the table to a file"
     )
+    parser.add_argument("--quick", action="store_true", help="try fewer ways")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -284,8 +286,9 @@ def main() -> None:
         work(*arguments.worker)
         return
     jax.config.update("jax_num_cpu_devices", 8)
-    results = {name: way() for name, way in WAYS.items()}
-    for count in (2, 4):
+    names = FEW_WAYS if arguments.quick else list(WAYS)
+    results = {name: WAYS[name]() for name in names}
+    for count in (2,) if arguments.quick else (2, 4):
         results[f"{IN_PROCESSES}, {count} processes"] = run_processes(count)
     alone = results["one device"].params
     rows = {

@@ -46,38 +46,10 @@ def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_short_and_begins_with_its_question(path):
+def test_a_tutorial_opens_itself_in_colab_and_stores_no_warnings(path):
     cells = read(path).cells
-    assert len(cells) <= 15
-    assert cells[0].cell_type == "markdown"
-    assert "?" in cells[0].source
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_tutorial_says_how_to_open_it_in_colab_and_how_to_install(path):
-    first = read(path).cells[0].source
-    (address,) = re.findall(r"\[!\[Open in Colab\]\([^)]*\)\]\(([^)]*)\)", first)
-    assert address.startswith("https://colab.research.google.com/github/")
+    (address,) = re.findall(r"Open in Colab\]\([^)]*\)\]\(([^)]*)\)", cells[0].source)
     assert address.endswith(f"/blob/main/notebooks/{path.name}")
-    for command in ("pip install", "%pip install"):
-        assert f'`{command} "optax-lossscale[demo]"' in " ".join(first.split())
-    assert '`pip install ".[demo]"' in " ".join(first.split())
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_headings_of_a_tutorial_are_one_title_and_then_sections(path):
-    texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
-    levels = re.findall(r"^(#+) ", "\n".join(texts), flags=re.MULTILINE)
-    assert texts[0].startswith("# ")
-    assert levels[1:] == ["##"] * (len(levels) - 1)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_tutorial_stores_no_warnings_and_every_link_to_a_notebook_works(path):
-    cells = read(path).cells
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    assert not [o for o in outputs if o.get("name") == "stderr"]
-    assert not [o for o in outputs if o.output_type == "error"]
-    for cell in cells:
-        for target in re.findall(r"\]\((?!https://)([^)]*)\)", cell.source):
-            assert (path.parent / target).is_file(), target
+    kinds = {output.get("name", output.output_type) for output in outputs}
+    assert not kinds & {"stderr", "error"}

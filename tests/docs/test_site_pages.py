@@ -23,12 +23,6 @@ def test_the_api_reference_has_every_public_name_once_and_no_other():
     assert sorted(documented) == sorted([*PUBLIC, *modules])
 
 
-def test_every_page_of_the_api_reference_is_in_the_table_of_contents():
-    index = (DOCS / "index.md").read_text()
-    for page in DOCS.glob("reference/*.md"):
-        assert f"reference/{page.stem}\n" in index
-
-
 def test_no_line_of_a_page_is_taken_for_a_comment():
     # The site leaves out lines that begin with a percent sign, as wrapped text may.
     for page in project_files("**/*.md"):
@@ -48,30 +42,24 @@ def test_the_help_of_the_package_names_every_public_name(name):
 
 MEASUREMENTS = (DOCS.parent / "benchmarks" / "README.md").read_text()
 FIGURE = r"(?<![\w.])\d+\.\d+(?:e-\d+)?(?![\w.]*\d)"
-# Each page with the headings of the sections that are about measurements.
-SECTIONS = {
-    "how_it_works/check.md": [],
-    "how_it_works/mask.md": [],
-    "how_it_works/rewriting.md": [],
-    "how_it_works/cost.md": [],
-    "faq.md": ["What does it cost?", "How much faster is float16?"],
-    "troubleshooting.md": ["It is slower than before"],
-    "../README.md": ["What it gains and costs"],
-}
+# Pages, and the headings of the sections that are about measurements; "" is all.
+SECTIONS = [
+    *[(f"how_it_works/{name}.md", "") for name in ("check", "mask", "rewriting")],
+    ("how_it_works/cost.md", ""),
+    ("faq.md", "What does it cost?"),
+    ("faq.md", "How much faster is float16?"),
+    ("troubleshooting.md", "It is slower than before"),
+    ("../README.md", "What it gains and costs"),
+]
 
 
-@pytest.mark.parametrize("page", SECTIONS)
-def test_figures_in_prose_are_those_of_the_benchmarks(page):
+@pytest.mark.parametrize(("page", "heading"), SECTIONS)
+def test_figures_in_prose_are_those_of_the_benchmarks(page, heading):
     text = (DOCS / page).read_text()
-    for heading in SECTIONS[page]:
-        assert f"\n## {heading}\n" in text
-    if SECTIONS[page]:
-        parts = re.split(r"^## ", text, flags=re.MULTILINE)
-        headings = tuple(SECTIONS[page])
-        text = "\n".join(part for part in parts if part.startswith(headings))
+    if heading:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
-    figures = set(re.findall(FIGURE, prose)) - {"0.7", "0.10", "0.12"}  # JAX's.
-    measured = set(re.findall(FIGURE, MEASUREMENTS))
-    for figure in sorted(figures):
+    measured = set(re.findall(FIGURE, MEASUREMENTS)) | {"0.7", "0.10", "0.12"}  # JAX's.
+    for figure in re.findall(FIGURE, prose):
         as_ratio = f"1.0{figure.replace('.', '')}"  # 4.6 % more is 1.046.
         assert {figure, as_ratio} & measured, figure
