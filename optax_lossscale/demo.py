@@ -215,12 +215,13 @@ def format_table(runs: dict[str, list[Run]]) -> str:
 
 def plot(runs: dict[str, Run], file: Path) -> None:
     """Draws the loss curves, with the loss scales beneath, into a PNG file."""
-    losses = {name: run.losses for name, run in runs.items()}
-    scaled = ("float16_static", "float16_dynamic")
-    scales = {name: runs[name].loss_scales for name in scaled}
+    static, dynamic = f"float16_static (always {STATIC_SCALE:g})", "float16_dynamic"
+    shown = {static if name == "float16_static" else name: runs[name] for name in runs}
+    losses = {label: run.losses for label, run in shown.items()}
+    scales = {label: shown[label].loss_scales for label in (static, dynamic)}
     loss_ax, scale_ax = ols.plotting.plot_training(losses, scales)
     loss_ax.set_title("float16 stalls; with a dynamic scale it trains like float32")
-    first, final = np.log2(scales["float16_dynamic"][[0, -1]])
+    first, final = np.log2(scales[dynamic][[0, -1]])
     scale_ax.set_title(f"The dynamic scale goes from 2**{first:g} to 2**{final:g}")
     matplotlib.pyplot.savefig(file, dpi=150)
     matplotlib.pyplot.close()
