@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from helpers.compat import enable_x64, set_mesh
 from helpers.float_values import DTYPES, as_float64, float32_values, values_of
+from helpers.nodes import Twins
 from optax_lossscale import diagnostics
 
 
@@ -213,6 +214,7 @@ def test_paths_that_look_the_same_are_told_apart():
     report = diagnostics.nonfinite_report(tree)
     assert len(report) == 2
     assert sum(int(of_leaf["nan"]) for of_leaf in report.values()) == 1
+    assert len(diagnostics.nonfinite_report(Twins(*[jnp.ones(1)] * 4))) == 4
 
 
 def test_a_report_of_an_ensemble_is_not_printed():

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from helpers.compare import assert_same_bits
+from helpers.compat import set_mesh
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -43,6 +46,25 @@ def test_a_bad_step_keeps_every_bit_of_the_old_state():
     assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
     assert_same_bits(mask_state(BAD, {"key": jax.random.key(1)}, KEY), KEY)
     assert mask_state(BAD, 2, 1) == 1
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    old = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+    masked = jax.jit(lambda old: mask_state(BAD, jnp.zeros(8), old))(old)
+    assert_same_bits(masked, old)
+
+
+@pytest.mark.parametrize("finite", [GOOD, BAD])
+def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with set_mesh(mesh):
+        new = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+        old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P(None)))
+        masked = jax.jit(mask_state)(finite, new, old)
+    assert masked.sharding == new.sharding
+    assert_same_bits(masked, new if finite else old)
 
 
 def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
