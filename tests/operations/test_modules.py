@@ -1,5 +1,7 @@
-"""Modules of NNX are named, and no trace changes them."""
+"""Modules are named, and no trace changes them."""
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -33,3 +35,26 @@ def test_modules_keep_their_own_call_after_a_trace_that_fails():
     with pytest.raises(RuntimeError, match="on purpose"):
         trace_operations(fail, Net(), ROWS)
     assert Net.__call__ is before
+
+
+class Exponential(eqx.Module):
+    def __call__(self, x):
+        return jnp.exp(x)
+
+
+class Nested(eqx.Module):
+    """Holds a layer in containers, and makes another one in its call."""
+
+    blocks: dict
+
+    def __call__(self, x):
+        return Exponential()(self.blocks["full"][0](x))
+
+
+def test_layers_in_containers_are_named_by_their_paths_and_others_by_their_classes():
+    layer = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    net = Nested({"empty": [], "full": [layer]})
+    operations = trace_operations(lambda net, x: jnp.mean(jax.vmap(net)(x)), net, ROWS)
+    scopes = {x.primitive: x.scope for x in operations if not x.is_backward}
+    assert scopes["dot_general"] == "Nested/blocks/full/0/eqx.nn.Linear"
+    assert scopes["exp"] == "Nested/Exponential"
