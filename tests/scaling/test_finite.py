@@ -128,34 +128,27 @@ def test_one_bad_entry_of_a_large_leaf_is_seen(bad, shape, dtype):
 SMALL = _finite._SMALL
 
 
-@pytest.mark.parametrize(
-    "grouping",
-    [_finite._of_one_shape, _finite._pieces_of_one_shape, _finite._concatenated],
-)
 @given(
     st.lists(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 7, 10**5]), max_size=40)
 )
-def test_groups_hold_every_entry_of_every_leaf(grouping, sizes):
+def test_groups_and_their_pieces_hold_every_entry_of_every_leaf(sizes):
     ends = np.cumsum([0, *sizes])
     leaves = [np.arange(*pair) for pair in itertools.pairwise(ends)]
     with jax.ensure_compile_time_eval():
-        groups = list(grouping([jnp.asarray(leaf) for leaf in leaves]))
-    assert all(len({array.shape for array in group}) == 1 for group in groups)
-    entries = [np.asarray(array).ravel() for group in groups for array in group]
-    assert set(np.concatenate([[0], *entries])) == set(range(max(1, ends[-1])))
+        groups = list(_finite._groups_of([jnp.asarray(leaf) for leaf in leaves]))
+        pieces = [piece for group in groups for piece in _finite._cut(group)]
+    for arrays in ([array for group in groups for array in group], pieces):
+        entries = [np.asarray(array).ravel() for array in arrays]
+        assert set(np.concatenate([[0], *entries])) == set(range(max(1, ends[-1])))
 
 
 def test_a_group_holds_at_most_sixteen_arrays_of_one_shape():
     large, small = jnp.ones((SMALL, 2)), jnp.ones(3, jnp.float16)
-    groups = list(_finite._of_one_shape([large] * 50 + [large.T] + [small] * 40))
-    assert [len(group) for group in groups] == [13, 13, 13, 11, 1, 14, 14, 12]
-
-
-def test_at_most_sixty_arrays_are_concatenated():
-    large, small = jnp.ones((SMALL, 2)), jnp.ones(3, jnp.float16)
-    groups = list(_finite._concatenated([large, small] * 50 + [small] * 20))
-    shapes = [array.shape for (array,) in groups]
-    assert shapes == [(50 * 2 * SMALL,), (35 * 3,), (35 * 3,)]
+    groups = list(_finite._groups_of([large] * 50 + [large.T] + [small] * 40))
+    shapes = [[array.shape for array in group] for group in groups]
+    assert shapes[:3] == [[(42,)], [(42,)], [(36,)]]
+    assert [len(group) for group in groups[3:]] == [13, 13, 13, 11, 1]
+    assert {*shapes[3]} == {(SMALL, 2)}
 
 
 @pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
