@@ -2,10 +2,10 @@
 
 Both read each leaf once, and should cost little more than that:
 
-* On a GPU each reduction takes two or three kernels. So leaves are concatenated, which
-  XLA does there while it reads them.
-* Elsewhere XLA would write the concatenated array to memory. So leaves of one shape are
-  combined entry by entry, and the result is reduced.
+* Each reduction takes two or three kernels on a GPU. So leaves of one shape are
+  combined entry by entry, and the result is reduced. Small leaves are concatenated.
+  Large ones are not: XLA would write the concatenated array to memory, or transposed
+  copies of the leaves.
 * On a CPU the input of a reduction is written to memory. So leaves are also cut into
   pieces, which are combined too, and about one entry of 16 is written.
 * Leaves that may be sharded over devices are reduced one by one, because combining them
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -35,12 +34,10 @@ from optax_lossscale._scaling import unscale_leaves
 from optax_lossscale._tree import is_floating, real_parts, widen
 from optax_lossscale._types import AxisName, PyTree
 
-# Arrays that are combined into one. Larger groups do not stay in a TPU's on-chip memory
-# until the update reads them too.
-_COMBINED = 16
-# Arrays that are concatenated. Of more, XLA for GPUs writes the result to memory.
-_CONCATENATED = 60
-# Smaller arrays are not cut.
+# Arrays that are combined into one. Larger groups take a GPU's compiler seconds, and do
+# not stay in a TPU's on-chip memory until the update reads them too.
+_GROUP = 16
+# Smaller arrays are concatenated.
 _SMALL = 2**14
 
 
@@ -276,53 +273,48 @@ def _reduce_leaves(
     def reduce_each(*leaves: jax.Array) -> jax.Array:
         return statistic.reduce_all(mapped(leaves))
 
-    def reduce_groups(*leaves: jax.Array, grouping: _Grouping) -> jax.Array:
+    def reduce_combined(*leaves: jax.Array, cut: bool) -> jax.Array:
+        groups = [_cut(group) if cut else group for group in _groups_of(leaves)]
         return statistic.reduce_all(
-            [reduce(statistic.combine, mapped(group)) for group in grouping(leaves)]
+            [reduce(statistic.combine, mapped(group)) for group in groups]
         )
 
     if not are_local:
         return reduce_each(*leaves)
     result: jax.Array = lax.platform_dependent(  # Chosen when the program is lowered.
         *leaves,
-        cpu=partial(reduce_groups, grouping=_pieces_of_one_shape),
-        cuda=partial(reduce_groups, grouping=_concatenated),
-        rocm=partial(reduce_groups, grouping=_concatenated),
-        default=partial(reduce_groups, grouping=_of_one_shape),
+        cpu=partial(reduce_combined, cut=True),
+        default=partial(reduce_combined, cut=False),
     )
     return result
 
 
-# Yields groups of arrays, those of a group of one shape, that hold all entries.
-_Grouping = Callable[[Sequence[jax.Array]], Iterator[list[jax.Array]]]
+def _groups_of(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Yields groups of arrays of one shape and dtype that hold all entries.
 
-
-def _of_one_shape(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Groups leaves of one shape and dtype."""
-    groups: defaultdict[Any, list[jax.Array]] = defaultdict(list)
+    Small leaves are concatenated to arrays that are groups by themselves.
+    """
+    small: dict[Any, list[jax.Array]] = {}
+    large: dict[Any, list[jax.Array]] = {}
     for leaf in leaves:
-        groups[leaf.shape, leaf.dtype].append(leaf)
-    for group in groups.values():
-        yield from _split(group, _COMBINED)
+        if _is_small(leaf):
+            small.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))
+        else:
+            large.setdefault((leaf.shape, leaf.dtype), []).append(leaf)
+    for same in small.values():
+        yield from ([lax.concatenate(group, 0)] for group in _split(same))
+    for same in large.values():
+        yield from _split(same)
 
 
-def _pieces_of_one_shape(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Groups leaves of one shape and dtype, and cuts large leaves of small groups."""
-    return map(_cut, _of_one_shape(leaves))
+def _is_small(leaf: jax.Array) -> bool:
+    """Whether a leaf has few entries; one with a symbolic shape may have many."""
+    return isinstance(leaf.size, int) and leaf.size < _SMALL
 
 
-def _concatenated(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Concatenates leaves of one dtype; each result is a group of its own."""
-    flat: defaultdict[Any, list[jax.Array]] = defaultdict(list)
-    for leaf in leaves:
-        flat[leaf.dtype].append(lax.reshape(leaf, (leaf.size,)))
-    for group in flat.values():
-        yield from ([lax.concatenate(some, 0)] for some in _split(group, _CONCATENATED))
-
-
-def _split(arrays: list[jax.Array], limit: int) -> Iterator[list[jax.Array]]:
-    """Yields lists of nearly equal length, which is at most `limit`."""
-    size = math.ceil(len(arrays) / math.ceil(len(arrays) / limit))
+def _split(arrays: list[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Yields groups of nearly equal size."""
+    size = math.ceil(len(arrays) / math.ceil(len(arrays) / _GROUP))
     for start in range(0, len(arrays), size):
         yield arrays[start : start + size]
 
@@ -332,7 +324,7 @@ def _cut(group: list[jax.Array]) -> list[jax.Array]:
 
     The last piece of an array may overlap the one before it.
     """
-    count, size = _COMBINED // len(group), group[0].size
+    count, size = _GROUP // len(group), group[0].size
     if count < 2 or not isinstance(size, int) or size < _SMALL:
         return group
     length = math.ceil(size / count)
