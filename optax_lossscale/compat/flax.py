@@ -199,9 +199,9 @@ class DynamicScale(struct.PyTreeNode):
         def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
             names, tracked = _axes(axis_name)
             args = _vary_arguments(args, argnums, tracked)
-            (_, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
+            (scaled, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
             grads = map_floating(divide_leaves, grads, state.loss_scale)
-            grads = _mean_over_devices(grads, loss, names, tracked)
+            grads = _mean_over_devices(grads, scaled, names, tracked)
             finite = all_finite(grads, axis_name=axis_name) & was_usable
             dynamic_scale = self._with(rule.adjust(state, finite))
             value = (loss, aux) if has_aux else loss

@@ -398,11 +398,12 @@ def test_flax_adds_gradients_where_jax_tracks_what_varies(check_vma):
     assert grads == [36.0 if check_vma else 4.5] * 8
 
 
-def test_gradients_of_a_loss_that_is_averaged_already_are_not_averaged_again():
+@pytest.mark.parametrize("scale", [64.0, jnp.full(8, 64.0)], ids=["one", "on each"])
+def test_gradients_of_a_loss_that_is_averaged_already_are_not_averaged_again(scale):
     def mean_loss(params, x):
         return lax.pmean(jnp.sum(params * x), "data")
 
-    _, grads, _ = grads_of_shard_map(mean_loss, check_vma=True)
+    _, grads, _ = grads_of_shard_map(mean_loss, check_vma=True, scale=scale)
     assert grads == [4.5] * 8
 
 

@@ -72,7 +72,7 @@ def test_jax_02_gradients_and_parameters_can_have_different_dtypes(
 # 4, the verdict of replicated gradients:
 # `test_the_verdict_is_the_same_for_varying_and_invariant_gradients`;
 # 5, a sum over devices in float16:
-# `test_pcast_avoids_the_float16_sum_that_shard_map_inserts`;
+# `test_a_float16_mean_over_devices_can_overflow_and_a_float32_mean_does_not`;
 # 6, a NaN on one of several axes:
 # `test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip`;
 # 7 and 8, sharded gradients on automatic and explicit meshes:
@@ -144,15 +144,14 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # `test_the_scale_never_exceeds_the_largest_scale_with_a_normal_reciprocal`,
 # `test_the_static_rule_refuses_an_unusable_scale`;
 # 19, a scale that falls to zero: `test_the_scale_stays_finite_and_inside_its_bounds`,
-# and
-# in `test_presets.py` `test_no_preset_reaches_zero_or_infinity`;
+# and in `test_presets.py` `test_no_preset_reaches_zero_or_infinity`;
 # 20, an overflow of float8, and leaves that are overwritten:
-# `test_all_finite_sees_a_float8_nan`,
+# `test_all_finite_sees_nan_and_both_infinities_in_each_dtype`,
 # `test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked`;
 # 21, leaves that are not floating:
 # `test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero`,
-# `test_leaves_that_are_not_floating_pass_through`, and NaN in an imaginary part:
-# `test_all_finite_sees_either_part_of_a_complex_number`;
+# `test_integer_and_float0_leaves_pass_through`, and NaN in an imaginary part:
+# `test_all_finite_sees_nan_and_both_infinities_in_each_dtype`;
 # 22, an inner optimizer that sees a NaN:
 # `test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan`;
 # 23, a NaN from differentiating through a bad step:
@@ -165,7 +164,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 27, states that a checkpoint changes:
-# `test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits`.
+# `test_a_run_that_is_restored_continues_with_the_same_bits`.
 
 
 # 28, a parameter called loss_scale:
@@ -206,7 +205,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # 2, gradients that overflow on unscaling:
 # `test_gradients_that_overflow_on_unscaling_are_caught`;
 # 4, an inner state that a skip changes:
-# `test_a_bad_step_changes_only_the_loss_scale_state`.
+# `test_a_skipped_step_changes_no_bit_of_parameters_or_inner_state`.
 
 
 # 3, gradients poisoned between the check and the step: both are one call here.
@@ -255,7 +254,7 @@ def test_other_13_an_empty_tree_of_gradients_is_finite():
 # 16, large gradients whose sum is infinite:
 # `test_all_finite_is_not_fooled_by_a_sum_that_overflows`;
 # 17, how verdicts are joined: the minimum of bools, or the maximum of magnitudes in
-# which NaN has become infinity (`test_the_maximum_over_shards_does_not_drop_a_nan`).
+# which NaN has become infinity (`test_the_headroom_rule_sees_a_nan_on_any_shard`).
 
 
 @pytest.mark.parametrize(("grad", "is_finite"), [(1.0, True), (jnp.nan, False)])
@@ -275,7 +274,7 @@ def test_other_18_a_device_without_gradients_shares_the_verdict(grad, is_finite)
 
 
 # 19, counters that are not saved:
-# `test_a_run_that_is_restored_at_any_step_continues_with_the_same_bits`;
+# `test_a_run_that_is_restored_continues_with_the_same_bits`;
 # 21, a reported loss that is scaled:
 # `test_the_loss_is_true_and_the_gradients_are_scaled`;
 # 22, a skipped batch that is fed again: the loop decides that, by `last_finite`;
