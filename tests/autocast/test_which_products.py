@@ -99,9 +99,7 @@ def test_the_report_says_why_a_product_stays_as_it_is_written(name, capsys):
     cast = ols.autocast(fun, high=["Net/"] if name == "high" else ())
     (row,) = reports(capsys, cast, W, X)
     assert row["why"] == reason
-    first, *other = row["dtype"].split(" * ")
-    assert set(dtypes_of(cast, W, X)) == {first} == set(dtypes_of(fun, W, X))
-    assert other == (["bfloat16"] if name == "one factor in bfloat16" else [])
+    assert set(dtypes_of(cast, W, X)) == {row["dtype"]} == set(dtypes_of(fun, W, X))
 
 
 def test_a_product_of_float64_arrays_stays_as_it_is_written():

@@ -146,7 +146,7 @@ def test_a_rule_is_that_of_the_dynamic_variant_and_no_results_are_written_unaske
     assert used == {
         "float32": ols.no_loss_scale(),
         "float16": ols.no_loss_scale(),
-        "float16_static": ols.static_loss_scale(8.0),
+        "float16_static": demo.VARIANTS["float16_static"][1],
         "float16_dynamic": demo.RULES[rule],
         "bfloat16": ols.no_loss_scale(),
     }
