@@ -5,6 +5,7 @@ These tests need a site built from the current sources, and most need Chromium a
 """
 
 import re
+import tomllib
 from urllib.parse import unquote
 
 import pytest
@@ -51,8 +52,19 @@ PAGES = [page for page in PAGES if not page.startswith("_static/")]
 def test_every_file_that_a_page_shows_or_links_to_is_there():
     for page in PAGES:
         text = (SITE / page).read_text()
-        for link in re.findall(r'(?:href|src)="([^":#?]+)', text):
+        for link in re.findall(r'(?:href|src)="([^":#?]+)["#?]', text):
             assert (SITE / page).parent.joinpath(unquote(link)).exists(), (page, link)
+
+
+def test_every_link_to_the_repository_leads_to_a_file_or_folder():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    start = re.escape(project["urls"]["Repository"])
+    link = re.compile(rf'href="{start}/(?:blob|edit|raw|tree)/main/([^"#?]+)')
+    linked = {
+        path for page in PAGES for path in link.findall((SITE / page).read_text())
+    }
+    assert len(linked) > 30
+    assert [path for path in linked if not (ROOT / unquote(path)).exists()] == []
 
 
 @pytest.fixture(scope="module")
