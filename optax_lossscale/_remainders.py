@@ -9,6 +9,9 @@ bits of the parameter, and the remainder completes these:
     parameter = round(extended / 2**16)
     remainder = extended - 2**16 * parameter, from -2**15 to 2**15 - 1
 
+For example, the bfloat16 parameter of the master 0x3F808001 is 0x3F81, to which
+0x8001 is rounded up, and the remainder is 0x3F808001 - 0x3F810000 = -0x7FFF.
+
 In bfloat16, ties are rounded away from zero. If they were rounded to even parameters,
 these would have a tie on both sides, which is one remainder too many. In float16, ties
 are rounded to even parameters, as a cast does it. There a remainder of `2**15` does not
