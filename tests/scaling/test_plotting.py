@@ -261,6 +261,45 @@ def test_the_axis_of_shares_ends_a_little_beyond_the_longest_bar():
         assert plotting.plot_underflow_by_leaf(grads).get_xlim() == (0, 100)
 
 
+def operations_of_an_overflow():
+    @ols.autocast
+    def loss_fn(w, x):
+        with jax.named_scope("first"):
+            hidden = x @ w  # 3e5 is infinite in float16.
+        with jax.named_scope("second"):
+            return jnp.sum(jnp.tanh(hidden))
+
+    w, x = jnp.full((3, 2), 1e3), jnp.full((1, 3), 1e2)
+    return diagnostics.trace_operations(loss_fn, w, x)
+
+
+def test_the_operation_that_overflowed_is_named_in_the_plot():
+    operations = operations_of_an_overflow()
+    ax = plotting.plot_operations(operations)
+    (note,) = (text.get_text() for text in ax.texts)
+    assert note.startswith("dot_general, test_plotting.py:")
+    assert "made NaN or infinity" in labels_of(ax)
+    names = [label.get_text() for label in ax.get_xticklabels()]
+    assert names == [operation.primitive for operation in operations]
+
+
+def test_many_operations_are_named_by_their_scopes_in_the_plot():
+    operations = operations_of_an_overflow()
+    several = [
+        operation
+        for scope in ("first", "second")
+        for operation in 40 * operations
+        if operation.scope == scope
+    ]
+    ax = plotting.plot_operations(several)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["first", "second"]
+
+
+def test_a_plot_of_no_operations_is_refused():
+    with pytest.raises(ValueError, match="at least one operation"):
+        plotting.plot_operations([])
+
+
 def test_every_plot_is_drawn_into_the_axes_it_is_given():
     _, axes = plt.subplots(3)
     drawn = [
