@@ -78,14 +78,11 @@ def inputs_of(arrays: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
     found, rest = dict[int, tuple[Any, Any]](), list(arrays)
     while rest:
         array = rest.pop()
-        if id(array) not in found and not isinstance(_variable(array), core.Literal):
+        is_number = isinstance(getattr(array, "val", None), core.Literal)
+        if id(array) not in found and not is_number:
             found[id(array)] = array, getattr(array, "parent", None)
             rest.extend(getattr(found[id(array)][1], "in_tracers", ()))
     return found
-
-
-def _variable(array: Any) -> Any:
-    return getattr(array, "val", None)
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:

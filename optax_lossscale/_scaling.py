@@ -186,9 +186,11 @@ def warn_if_unscaled(
     that were computed outside `jit`, may be scaled or not. Any number that the trace
     was given may be the scale.
     """
+    if not isinstance(state.loss_scale, jax.core.Tracer):
+        return
     of_scale = inputs_of([state.loss_scale]).keys()
-    if not (of_scale and isinstance(state.loss_scale, jax.core.Tracer)):
-        return  # It is a number in the program, as after an `init` inside `jit`.
+    if not of_scale:  # It is a number in the program, as after an `init` inside `jit`.
+        return
     inputs = inputs_of(jax.tree.leaves(where_true(mask, grads)))
     own = {id(param) for param in jax.tree.leaves(params)}
     scales = of_scale | {

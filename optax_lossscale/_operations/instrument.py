@@ -170,8 +170,9 @@ def _reference_of(
         return None
     # Operations on bits, for example, cannot run in float32.
     with contextlib.suppress(TypeError, ValueError, NotImplementedError):
-        call = lambda *xs: apply(*map(_widened, xs))  # noqa: E731
-        shape = jax.eval_shape(call, *map(_shape_of, operands))
+        shape = jax.eval_shape(
+            lambda *xs: apply(*map(_widened, xs)), *map(_shape_of, operands)
+        )
         if shape.shape == out.shape and shape.dtype == FLOAT32:
             return apply, operands
     return None
