@@ -8,6 +8,8 @@ import hypothesis
 import jax
 import pytest
 
+from helpers.inner import standard_promotion
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -24,7 +26,7 @@ def _foreign_code_is_not_strict(request):
     if not any(folder in request.path.parents for folder in FOREIGN):
         yield
         return
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         yield
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import optax_lossscale as ols
+from helpers.inner import standard_promotion
 from helpers.modules import ROWS, assert_same_state
 from helpers.under_autocast import X, assert_close
 
@@ -18,7 +19,7 @@ class Layers(nn.Module):
     """A linen module with parameters, statistics and dropout."""
 
     def layers(self, x):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             kernel_init = nn.initializers.orthogonal()  # Computed by products.
             x = nn.Dense(4, kernel_init=kernel_init, name="dense")(x)
             x = nn.BatchNorm(use_running_average=False, name="norm")(x)
@@ -85,7 +86,7 @@ def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
         model(x)
         raise RuntimeError("of the user")
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         with pytest.raises(RuntimeError, match="of the user"):
             ols.autocast(fails)(cast, ROWS)
         assert_same_state(cast.variables, variables)

@@ -13,6 +13,7 @@ from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.inner import standard_promotion
 from helpers.modules import ROWS, Net, arrays_of, assert_same_state, mean_square
 
 
@@ -69,7 +70,7 @@ class Shared(nnx.Module):
         self.down.kernel = self.up.kernel
 
     def __call__(self, x):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             return self.last(self.down(self.up(self.first(x))))
 
 

@@ -17,6 +17,7 @@ import optax_lossscale as ols
 import whole_step
 from _lib import compiled_text, plain_models
 from helpers.compat import IS_JAX_0_7
+from helpers.inner import standard_promotion
 
 needs_set_mesh = pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
 pytestmark = pytest.mark.filterwarnings("default:SelfAttention:DeprecationWarning")
@@ -31,7 +32,7 @@ def run_script(monkeypatch, tmp_path):
     def run(name, *options):
         path = tmp_path / "tables.json"
         monkeypatch.setattr(sys, "argv", [name, *options, "--json", str(path)])
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             importlib.import_module(name).main()
         return json.loads(path.read_text())
 

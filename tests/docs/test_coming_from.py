@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from helpers.inner import standard_promotion
 
 MIGRATION = pathlib.Path(__file__).parents[2] / "docs" / "migration"
 PAGES = sorted(path.stem for path in MIGRATION.glob("*.md"))
@@ -41,7 +42,7 @@ def names(page):
     above = text[: text.rindex("\n| ")] if page != "index" else text
     cells = re.findall(r"^```{code-cell}\n(.*?)^```$", above, re.MULTILINE | re.DOTALL)
     defined = {}
-    with contextlib.redirect_stdout(io.StringIO()), lenient_promotion():
+    with contextlib.redirect_stdout(io.StringIO()), standard_promotion():
         for cell in cells:
             exec(cell, defined)
         if "tx" in defined:  # As the run of a page has trained, start again.
@@ -53,17 +54,9 @@ def names(page):
     return defined
 
 
-def lenient_promotion():
-    """Users have JAX's standard promotion."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(jax.numpy_dtype_promotion("standard"))
-    stack.enter_context(jax.numpy_rank_promotion("allow"))
-    return stack
-
-
 def run(code, defined):
     """The value of an entry. An import has none."""
-    with lenient_promotion():
+    with standard_promotion():
         if re.match("(from|import) ", code):
             return exec(code, dict(defined))
         return eval(code, dict(defined))
@@ -173,7 +166,7 @@ def test_a_disabled_scaler_is_found_to_be_disabled():
 @pytest.mark.parametrize("row", tables("keras")[1], ids=lambda row: row[0])
 def test_an_optimizer_of_optax_in_the_tables_trains_under_loss_scaling(row):
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    with lenient_promotion():
+    with standard_promotion():
         for code in code_in(row[1]):
             tx = ols.loss_scaled(run(code, names("keras")))
             opt_state = tx.init(params)

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import pytest
 
 import optax_lossscale as ols
 from helpers.files import project_files
+from helpers.inner import standard_promotion
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_lossscale"
@@ -180,7 +180,7 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_program_of_readme_runs_by_itself_and_applies_its_steps(program, capsys):
     namespace = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         exec(compile(program, "README.md", "exec"), namespace)
     names = ("opt_state", "optimizer", "state")
     state = next(namespace[name] for name in names if name in namespace)

@@ -1,7 +1,16 @@
 """Inner optimizers for the tests."""
 
+import contextlib
+
 import jax
 import optax
+
+
+@contextlib.contextmanager
+def standard_promotion():
+    """Gives JAX's standard promotion, which users have and other libraries need."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def lenient(tx):
@@ -9,11 +18,11 @@ def lenient(tx):
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             return tx.init(params)
 
     def update(grads, state, params=None, **extra_args):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             return tx.update(grads, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)

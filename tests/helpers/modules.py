@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from helpers.inner import standard_promotion
 from helpers.under_autocast import RNG
 
 # The Flax that goes with JAX 0.7 takes lists as they are.
@@ -27,7 +28,7 @@ class Net(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with standard_promotion():
             return self.dropout(jax.nn.relu(self.norm(self.linear(x))))
 
     def encode(self, x):

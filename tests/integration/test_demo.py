@@ -1,6 +1,5 @@
 """The demo, run as a user runs it."""
 
-import contextlib
 import json
 import pathlib
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from helpers.inner import standard_promotion
 from optax_lossscale import demo
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -33,13 +33,6 @@ def table_rows(text):
         if len(row) == 6
     ]
     return {name: figures for name, *figures in cells if name in VARIANTS}
-
-
-@contextlib.contextmanager
-def lenient_promotion():
-    """Users have JAX's standard promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +95,7 @@ def test_several_seeds_under_autocast_give_one_list_of_results_for_each_variant(
     tmp_path, capsys
 ):
     files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
-    with lenient_promotion():
+    with standard_promotion():
         demo.main(["--autocast", "--seed", "1", "2", "--steps", "1", *files])
     results = json.loads((tmp_path / "r.json").read_text())
     assert [len(of_seeds) for of_seeds in results.values()] == [2] * 5
@@ -117,7 +110,7 @@ def test_several_seeds_under_autocast_give_one_list_of_results_for_each_variant(
 @pytest.mark.slow
 def test_the_scales_of_a_run_are_those_of_its_steps_and_then_the_final_one():
     rule = ols.dynamic_loss_scale(1.0, growth_interval=1)
-    with lenient_promotion():
+    with standard_promotion():
         apply = demo.make_apply(jnp.float16, by_autocast=False)
         run = demo.train("short", apply, rule, demo.load_data(), seed=0, steps=3)
     # The scale doubles after each step, and none of these three overflows.

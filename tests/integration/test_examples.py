@@ -19,6 +19,7 @@ import pytest
 
 import optax_lossscale as ols
 from _lib.tables import print_table
+from helpers.inner import standard_promotion
 from options import parse_options
 from precision import (
     PRECISIONS,
@@ -122,7 +123,7 @@ def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
     options = ["--devices", 8, "--steps", 4, "--report", 2]
     options += ["--json", tmp_path / "run.json"]
     monkeypatch.setattr(sys, "argv", command(task, *options)[1:])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         importlib.import_module(f"train_{task}").main()
     records = result(tmp_path / "run.json")["records"]
     assert [record["step"] for record in records] == [2, 4]

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from helpers.inner import standard_promotion
 from optax_lossscale import demo
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         yield
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
+from helpers.inner import standard_promotion
 
 SCALE = 2.0**10
 X = jnp.linspace(-1.0, 1.0, 96).reshape(32, 3)
@@ -27,9 +28,9 @@ BAD_X = X.at[0, 0].set(jnp.nan)
 
 
 @pytest.fixture(autouse=True)
-def standard_promotion():
+def _standard_promotion():
     """The layers of these frameworks need it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         yield
 
 

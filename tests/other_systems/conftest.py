@@ -1,11 +1,12 @@
 """What the tests of other systems share."""
 
-import jax
 import pytest
+
+from helpers import inner
 
 
 @pytest.fixture
 def standard_promotion():
     """Users have JAX's standard promotion, which Optax and other libraries need."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with inner.standard_promotion():
         yield

@@ -10,7 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.inner import adam
+from helpers.inner import adam, standard_promotion
 from helpers.steps import assert_skipped
 from tools.faults import OPTIMIZERS, RULES, check, run
 
@@ -18,7 +18,7 @@ from tools.faults import OPTIMIZERS, RULES, check, run
 @pytest.mark.fast_every(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         seen = run(RULES[rule], OPTIMIZERS["adamw"], 3000)
     assert 0.01 < check(seen) < 0.2
 

@@ -13,6 +13,7 @@ from flax import nnx
 import optax_lossscale as ols
 from helpers import modules
 from helpers.compare import assert_same_bits
+from helpers.inner import standard_promotion
 
 X = jnp.arange(8.0).reshape(4, 2) / 4
 Y = jnp.ones((4, 2))
@@ -22,9 +23,9 @@ Net = functools.partial(modules.Net, width=2)
 
 
 @pytest.fixture(autouse=True)
-def standard_promotion():
+def _standard_promotion():
     """Flax's and Equinox's layers need it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         yield
 
 

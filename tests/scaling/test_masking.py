@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from helpers.compare import assert_same_bits
 from helpers.compat import set_mesh
+from helpers.inner import standard_promotion
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
@@ -240,7 +241,7 @@ def test_differentiating_a_bad_first_step_gives_no_nan(count):
         run = masked(BAD, grads, jnp.asarray(count), corrected)
         return run[0].sum()
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
 
 
@@ -257,7 +258,7 @@ def test_differentiating_a_bad_first_step_of_an_ensemble_gives_no_nan():
             )
         return updates.sum()
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         slope = jax.jit(jax.grad(loss))(jnp.ones((3, 4)))
     assert jnp.isfinite(slope).all()
 

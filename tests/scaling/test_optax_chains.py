@@ -8,7 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.inner import adam, lenient
+from helpers.inner import adam, lenient, standard_promotion
 from helpers.nodes import Twins
 from helpers.steps import eager_and_jitted
 
@@ -34,7 +34,7 @@ def run(tx, history, params=PARAMS):
 def test_accumulation_inside_the_wrapper_never_notices_a_bad_step():
     steps = optax.MultiSteps(optax.adam(0.1), 2)  # Wrapped as it is.
     tx = ols.loss_scaled(steps, RULE)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         params, state = run(tx, [True, False, True, True, False, True])
         expected, expected_state = run(tx, [True] * 4)
     assert isinstance(state.inner_state, optax.MultiStepsState)

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.inner import adam
+from helpers.inner import adam, standard_promotion
 from helpers.steps import recorder
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0])}
@@ -50,9 +50,9 @@ WRAPPERS = {
 
 
 @pytest.fixture(autouse=True)
-def standard_promotion():
+def _standard_promotion():
     """Keras's parts use Optax's own, which need it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with standard_promotion():
         yield
 
 
