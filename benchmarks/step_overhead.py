@@ -9,34 +9,13 @@ The table gives the median of this ratio over all rounds.
 
 import argparse
 import json
-import statistics
-import time
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import optax
 
-import optax_lossscale as ols
 from _lib.tables import print_table, versions
-from _lib.update_times import compare, make_inputs
+from _lib.update_times import compare, eager_ratio, make_inputs
 from _lib.updates import OPTIMIZERS, SHAPES, WAYS, WITH_CALLBACKS, shape_of
 from optax_lossscale._checks import check_output_file
-
-
-def eager_ratio(params: Any, grads: Any) -> float:
-    """Returns the time of `update` outside `jit`, divided by the bare optimizer's."""
-    bare, scaled = optax.adamw(1e-3), ols.loss_scaled(optax.adamw(1e-3))
-    states = bare.init(params), scaled.init(params)
-    ratios = []
-    for _ in range(15):
-        start = time.perf_counter()
-        wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-        jax.block_until_ready(bare.update(wide, states[0], params))
-        middle = time.perf_counter()
-        jax.block_until_ready(scaled.update(grads, states[1], params))
-        ratios.append((time.perf_counter() - middle) / (middle - start))
-    return statistics.median(ratios[5:])
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+import optax_lossscale as ols
 from _lib.updates import (
     OPTIMIZERS,
     SHAPES,
@@ -110,3 +112,18 @@ def compare(
             names, programs, median_ratios(programs, grads), strict=True
         )
     ]
+
+
+def eager_ratio(params: Any, grads: Any) -> float:
+    """Returns the time of `update` outside `jit`, divided by the bare optimizer's."""
+    bare, scaled = optax.adamw(1e-3), ols.loss_scaled(optax.adamw(1e-3))
+    states = bare.init(params), scaled.init(params)
+    ratios = []
+    for _ in range(15):
+        start = time.perf_counter()
+        wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+        jax.block_until_ready(bare.update(wide, states[0], params))
+        middle = time.perf_counter()
+        jax.block_until_ready(scaled.update(grads, states[1], params))
+        ratios.append((time.perf_counter() - middle) / (middle - start))
+    return statistics.median(ratios[5:])
