@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import optax
 from optax_lossscale._bits import keep_rounding
 from optax_lossscale._normalization import in_normalization
 from optax_lossscale._tree import cast_abstract, dtype_of, path_name
+from optax_lossscale._types import PyTree
 
 _CASTABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
 
@@ -20,7 +20,7 @@ def cast_params(
     params: optax.Params,
     dtype: jax.typing.DTypeLike = jnp.float16,
     *,
-    keep: Callable[[str, Any], bool] | None = None,
+    keep: Callable[[str, PyTree], bool] | None = None,
 ) -> optax.Params:
     """Casts parameters to a dtype, except for those that are kept.
 
@@ -65,7 +65,7 @@ def cast_params(
     else:
         kept = [keep(path_name(path), leaf) for path, leaf in paths_and_leaves]
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: PyTree) -> PyTree:
         if dtype_of(leaf) not in _CASTABLE:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):

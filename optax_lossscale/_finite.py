@@ -22,7 +22,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -294,8 +294,8 @@ def _groups_of(leaves: Sequence[jax.Array]) -> Iterator[list[jax.Array]]:
 
     Small leaves are concatenated to arrays that are groups by themselves.
     """
-    small: dict[Any, list[jax.Array]] = {}
-    large: dict[Any, list[jax.Array]] = {}
+    small: dict[jnp.dtype, list[jax.Array]] = {}
+    large: dict[Hashable, list[jax.Array]] = {}
     for leaf in leaves:
         if _is_small(leaf):
             small.setdefault(leaf.dtype, []).append(lax.reshape(leaf, (leaf.size,)))

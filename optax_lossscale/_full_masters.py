@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from optax_lossscale._master_weights import (
     as_array,
@@ -123,7 +122,7 @@ def set_full_masters(
     return structure.unflatten(rounded), state
 
 
-def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[Any]:
+def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[PyTree]:
     """What a state stores for each parameter: a master, a remainder, or None."""
     states = [node for _, node in find_by_type(opt_state, MASTER_WEIGHTS_STATES)]
     if not states:
@@ -136,7 +135,7 @@ def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[Any
         )
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_absent)[0]
     names, leaves = [path_name(path) for path, _ in paths], _leaves(params)[0]
-    found: list[Any] = [None] * len(leaves)
+    found: list[PyTree] = [None] * len(leaves)
     for state in states:
         stored = _leaves(state[0])[0]
         _check_shapes(stored, leaves)
@@ -155,7 +154,7 @@ def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[Any
     return found
 
 
-def _check_shapes(stored: list[Any], params: list[Any]) -> None:
+def _check_shapes(stored: list[PyTree], params: list[PyTree]) -> None:
     """Refuses masters of other parameters."""
     if len(stored) == len(params) and all(
         is_absent(each) or _shape(each) == _shape(param)
@@ -183,7 +182,7 @@ def _is_state(node: object) -> bool:
     return isinstance(node, MASTER_WEIGHTS_STATES)
 
 
-def _leaves(tree: PyTree) -> tuple[list[Any], Any]:
+def _leaves(tree: PyTree) -> tuple[list[PyTree], PyTreeDef]:
     """The leaves of a tree, with those that are missing, and its structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_absent)
     return list(map(as_array, leaves)), structure

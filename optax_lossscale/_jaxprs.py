@@ -7,14 +7,19 @@ import operator
 import os
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
+from jax.typing import ArrayLike
 
 from optax_lossscale._jax_internals import frames_of, is_scope, line_of
+
+# An input of an equation.
+Atom: TypeAlias = core.Var | core.Literal
+Program: TypeAlias = core.Jaxpr | core.ClosedJaxpr
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -27,8 +32,8 @@ _SERIALS = itertools.count()
 
 
 def bind(
-    primitive: core.Primitive, inputs: Sequence[Any], params: dict[str, Any]
-) -> Sequence[Any]:
+    primitive: core.Primitive, inputs: Sequence[ArrayLike], params: dict[str, Any]
+) -> Sequence[jax.Array]:
     """Returns the outputs of a primitive as a sequence, even of one."""
     bind_params = primitive.get_bind_params(params)
     # JAX 0.7 returns the functions of a call apart from its other parameters.
@@ -51,7 +56,13 @@ def context_of(equation: core.JaxprEqn) -> Iterator[None]:
         yield
 
 
-def aval_of(atom: core.Var | core.Literal) -> jax.core.ShapedArray:
+def read(atom: Atom, values: Mapping[core.Var, jax.Array]) -> jax.Array:
+    """The value of a literal, or that of a variable."""
+    value: jax.Array = atom.val if isinstance(atom, core.Literal) else values[atom]
+    return value
+
+
+def aval_of(atom: Atom) -> jax.core.ShapedArray:
     """The shape and dtype of a variable or a literal that is an array."""
     return cast(jax.core.ShapedArray, atom.aval)
 
@@ -136,9 +147,24 @@ def trace_anew() -> Iterator[None]:
         yield
 
 
-def equations_of(program: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+def jaxpr_of(program: Program) -> core.Jaxpr:
+    """The program itself, without the constants that may be kept beside it."""
+    return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+
+
+def with_equations(
+    program: Program, equations: Sequence[core.JaxprEqn], **changes: Any
+) -> Program:
+    """The program with other equations, and perhaps other variables or effects."""
+    jaxpr: core.Jaxpr = jaxpr_of(program).replace(eqns=list(equations), **changes)
+    if isinstance(program, core.ClosedJaxpr):
+        return core.ClosedJaxpr(jaxpr, program.consts)
+    return jaxpr
+
+
+def equations_of(program: Program) -> Iterator[core.JaxprEqn]:
     """Yields every equation of a program and of the programs nested in it."""
-    for equation in getattr(program, "jaxpr", program).eqns:
+    for equation in jaxpr_of(program).eqns:
         yield equation
         for nested in programs_of(equation):
             yield from equations_of(nested)
@@ -148,10 +174,10 @@ def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """Yields the programs that an equation holds."""
     for parameter in equation.params.values():
         for program in _programs_in(parameter):
-            yield getattr(program, "jaxpr", program)
+            yield jaxpr_of(program)
 
 
-def with_programs(parameter: Any, change: Callable[[Any], Any]) -> Any:
+def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
     """A parameter of an equation with changed programs; itself if none changes."""
     programs = _programs_in(parameter)
     changed = [*map(change, programs)]
@@ -161,7 +187,7 @@ def with_programs(parameter: Any, change: Callable[[Any], Any]) -> Any:
     return jax.tree.map(lambda _: next(new), parameter)
 
 
-def _programs_in(parameter: Any) -> list[Any]:
+def _programs_in(parameter: Any) -> list[Program]:
     """The programs in a parameter that is one, or that holds nothing else.
 
     What a library keeps beside settings of its own is its own: Equinox compares such

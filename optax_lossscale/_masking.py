@@ -9,12 +9,12 @@ remains. Masks are selects and never `lax.cond`, whose branches diverge silently
 import cmath
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
+from jax.tree_util import PyTreeDef
 
 from optax_lossscale._nnx import states_of, updated
 from optax_lossscale._state import (
@@ -113,7 +113,7 @@ def _with_added(new: PyTree, old: PyTree) -> PyTree:
 
     `optax.monitor` holds no measurements before its first update.
     """
-    structure: Any = jax.tree.structure(new)
+    structure: PyTreeDef = jax.tree.structure(new)
     if structure == jax.tree.structure(old):
         return old
     leaves = jax.tree_util.tree_leaves_with_path(old)

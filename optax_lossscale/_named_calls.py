@@ -20,6 +20,7 @@ import jax
 from optax_lossscale._jax_internals import UserContext
 from optax_lossscale._nnx import flax_nnx
 from optax_lossscale._tree import path_name
+from optax_lossscale._types import KeyPath, PyTree
 
 # The module whose call is running, and the paths of the modules in it, by identity;
 # (None, {}) outside of all modules, and None where calls are not named.
@@ -104,7 +105,7 @@ def _paths_in(module: Any) -> dict[int, str]:
     paths: dict[int, str] = {}
     equinox: Any = sys.modules["equinox"]
 
-    def add(path: Any, node: Any) -> bool:
+    def add(path: KeyPath, node: PyTree) -> bool:
         if isinstance(node, equinox.Module):
             paths.setdefault(id(node), path_name(path))
         return False

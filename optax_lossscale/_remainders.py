@@ -23,13 +23,14 @@ All this is integer arithmetic, because XLA leaves out some casts.
 """
 
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_Arrays: TypeAlias = tuple[jax.Array, jax.Array]
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _FLOAT16 = jnp.dtype(jnp.float16)
 # Of 16 bits. Two dtypes, so that one cannot be taken for the other.
@@ -56,7 +57,9 @@ def round_master(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 @round_master.defjvp
-def _(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(
+    dtype: jnp.dtype, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> _Arrays:
     return round_master(*primals, dtype), tangents[0].astype(dtype)
 
 
@@ -116,7 +119,7 @@ def join_master(param: jax.Array, remainder: jax.Array) -> jax.Array:
 
 
 @join_master.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(primals: _Arrays, tangents: _Arrays) -> _Arrays:
     return join_master(*primals), tangents[0].astype(jnp.float32)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from optax_lossscale._jax_internals import inputs_of
 from optax_lossscale._jaxprs import is_transposed
@@ -221,31 +221,31 @@ def divide_out(tree: PyTree, loss_scale: jax.Array, mask: PyTree = True) -> PyTr
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
-def _scale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+def _scale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
     return _combine(lax.mul, leaves, loss_scale.astype)
 
 
 @jax.jit
-def unscale_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+def unscale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
     """Unscales a list of floating leaves."""
     # One division for each dtype; XLA on CPU is much slower with one for each leaf.
     return _combine(lax.mul, leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
 
 
 @jax.jit
-def divide_leaves(leaves: list[Any], loss_scale: jax.Array) -> list[jax.Array]:
+def divide_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
     """Unscales as other systems do, which differs in the last bit for some scales."""
     return _combine(lax.div, leaves, loss_scale.astype)
 
 
 def _combine(
     operation: Callable[..., jax.Array],
-    leaves: list[Any],
+    leaves: list[ArrayLike],
     factor_in: Callable[[jnp.dtype], jax.Array],
 ) -> list[jax.Array]:
     """Widens each leaf, and multiplies or divides it by the factor for its dtype."""
 
-    def combine(leaf: Any) -> jax.Array:
+    def combine(leaf: ArrayLike) -> jax.Array:
         array = widen(leaf)
         factor = factor_in(jnp.finfo(array.dtype).dtype)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):

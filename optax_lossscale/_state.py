@@ -6,14 +6,14 @@ A state is found by its type, because a name is not enough: a parameter may be c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_lossscale._checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
 from optax_lossscale._tree import find_one, strengthen, unwrap
-from optax_lossscale._types import PyTree
+from optax_lossscale._types import KeyPath, PyTree
 
 
 class LossScaleState(NamedTuple):
@@ -152,7 +152,7 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
     return state
 
 
-def _find(tree: PyTree, path: str | None) -> tuple[Any, LossScaleState]:
+def _find(tree: PyTree, path: str | None) -> tuple[KeyPath, LossScaleState]:
     """The key path of the one state at `path`, and the state as the tree holds it."""
     found = find_one(
         tree,
@@ -272,7 +272,7 @@ def set_loss_scale(
     value = jnp.asarray(value, jnp.float32)
     in_range = is_usable(value)
 
-    def replace_scale(keys: Any, node: PyTree) -> PyTree:
+    def replace_scale(keys: KeyPath, node: PyTree) -> PyTree:
         if keys != place:
             return node
         loss_scale = jax.tree.map(

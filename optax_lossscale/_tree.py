@@ -14,7 +14,6 @@ Throughout the package, "floating" covers the first two of these kinds:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optax_lossscale._types import Mask, PyTree
+from optax_lossscale._types import KeyPath, Mask, PyTree
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 # They describe an array, and stand for it where no entries are needed.
@@ -69,7 +68,7 @@ def is_floating(leaf: object) -> bool:
     return False
 
 
-def unwrapped(leaf: Any) -> Any:
+def unwrapped(leaf: PyTree) -> PyTree:
     """The array in a wrapped one; any other object unchanged."""
     return leaf.__jax_array__() if is_wrapped(leaf) else leaf
 
@@ -165,9 +164,9 @@ def map_floating(
     return jax.tree.unflatten(structure, merged)
 
 
-def floating_leaves(tree: PyTree) -> dict[str, Any]:
+def floating_leaves(tree: PyTree) -> dict[str, PyTree]:
     """The floating leaves by their paths, such as `"layer/kernel"`."""
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if is_floating(leaf):
             name = path_name(path)
@@ -179,12 +178,12 @@ def floating_leaves(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     """The name of a path in a pytree, such as `"layer/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def is_at(keys: Any, path: str | None) -> bool:
+def is_at(keys: KeyPath, path: str | None) -> bool:
     """Whether a key path is, or begins with, a path in words; True for None."""
     if not isinstance(path, str | None):
         raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
@@ -193,7 +192,7 @@ def is_at(keys: Any, path: str | None) -> bool:
 
 def find_one(
     tree: PyTree, kind: type, path: str | None, must: str, pick: str
-) -> tuple[Any, Any] | None:
+) -> tuple[KeyPath, PyTree] | None:
     """Path and value of the one node of a type at `path`; None if there is none at all.
 
     Of several, the error says `must` ("the tree must hold one ...") and lists their
@@ -212,7 +211,7 @@ def find_one(
     raise ValueError(f"{must}{at}, {got} {listed}. (Pick one by its path: {hint})")
 
 
-def _paths_to(keys: Any) -> Iterator[str]:
+def _paths_to(keys: KeyPath) -> Iterator[str]:
     """Paths in words to a node and to the nodes around it, from the outermost on.
 
     Names may hold slashes, so the paths in Python follow.
@@ -222,7 +221,7 @@ def _paths_to(keys: Any) -> Iterator[str]:
     yield from map(jax.tree_util.keystr, ways)
 
 
-def _unique_path(keys: Any, others: Sequence[Any]) -> str:
+def _unique_path(keys: KeyPath, others: Sequence[KeyPath]) -> str:
     """The shortest path that picks a node and none of the others."""
     unique = (
         p for p in _paths_to(keys) if not any(is_at(other, p) for other in others)
@@ -230,7 +229,9 @@ def _unique_path(keys: Any, others: Sequence[Any]) -> str:
     return next(unique, jax.tree_util.keystr(keys))
 
 
-def find_by_type(tree: PyTree, kind: type | tuple[type, ...]) -> list[tuple[Any, Any]]:
+def find_by_type(
+    tree: PyTree, kind: type | tuple[type, ...]
+) -> list[tuple[KeyPath, PyTree]]:
     """Path and value of every node of a type, except those inside another one."""
 
     def is_one(node: object) -> bool:

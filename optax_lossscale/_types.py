@@ -1,13 +1,17 @@
 """The type aliases of signatures."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import optax
 
-# Any pytree of arrays.
+# Any pytree, or one leaf of it.
 PyTree: TypeAlias = Any
+# Arrays in a list or a tuple.
+Arrays: TypeAlias = Sequence[jax.Array]
+# The keys, indices and field names from the root of a pytree to a node.
+KeyPath: TypeAlias = tuple[Any, ...]
 # A pytree of bools that is a prefix of another tree, or a function that makes one.
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 # The name of one axis of `pmap`, `vmap` or `shard_map`, or a tuple of names.

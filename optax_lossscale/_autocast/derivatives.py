@@ -7,7 +7,7 @@ product in it low. Nothing about dimension numbers is written here.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -27,12 +27,16 @@ from optax_lossscale._autocast.products import (
     to_low,
 )
 from optax_lossscale._jax_internals import register_nan_check
-from optax_lossscale._jaxprs import aval_of, bind
+from optax_lossscale._jaxprs import aval_of, bind, read
+from optax_lossscale._types import Arrays
+
+Aval: TypeAlias = jax.core.ShapedArray
+Tangent: TypeAlias = jax.Array | ad.Zero
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, product: Product
-) -> tuple[Any, Any]:
+    primals: Arrays, tangents: Sequence[Tangent], *, product: Product
+) -> tuple[jax.Array, Tangent]:
     """The copies in the low dtype are what is saved for the backward pass."""
     x, y, *rest = (to_low(operand, product.low) for operand in primals)
     bind_product = functools.partial(low_product_p.bind, product=product)
@@ -44,17 +48,19 @@ def _jvp(
     return result, functools.reduce(lax.add, terms)
 
 
-def _transpose(cotangent: Any, *operands: Any, product: Product) -> list[Any]:
+def _transpose(
+    cotangent: Tangent, *operands: jax.Array | ad.UndefinedPrimal, product: Product
+) -> list[jax.Array | None]:
     """The gradient for the one factor of which the product is a linear function.
 
     It has the dtype of that factor, and so is a float32 sum where this is float32.
     """
-    gradients: list[Any] = [None] * len(operands)
+    gradients: list[jax.Array | None] = [None] * len(operands)
     place = 0 if ad.is_undefined_primal(operands[0]) else 1
-    if type(cotangent) is ad.Zero:
+    if isinstance(cotangent, ad.Zero):
         return gradients
     factor = operands[place].aval
-    others = [x for i, x in enumerate(operands) if i != place]
+    others: list[Any] = [x for i, x in enumerate(operands) if i != place]
     float8 = product.float8 and of_cotangent(product.float8[1 - place])
     avals = map(jax.typeof, (cotangent, *others))
     program = _transposed(product, place, factor, *avals)
@@ -64,8 +70,8 @@ def _transpose(cotangent: Any, *operands: Any, product: Product) -> list[Any]:
 
 
 def _batch(
-    operands: Sequence[Any], axes: Sequence[Any], *, product: Product
-) -> tuple[Any, int]:
+    operands: Arrays, axes: Sequence[Any], *, product: Product
+) -> tuple[jax.Array, int]:
     axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
     program = _batched(product, axes, *map(jax.typeof, operands))
     return _with_low_products(program, product, *operands), 0
@@ -73,50 +79,53 @@ def _batch(
 
 @functools.lru_cache(maxsize=4096)
 def _transposed(
-    product: Product, place: int, factor: Any, *avals: Any
+    product: Product, place: int, factor: Aval, *avals: Aval
 ) -> core.ClosedJaxpr:
     """JAX's rule for the gradient of a float32 product, as a program."""
 
-    def transpose(cotangent: Any, *others: Any) -> Any:
-        def of_factor(x: Any) -> Any:
+    def transpose(cotangent: jax.Array, *others: jax.Array) -> jax.Array:
+        def of_factor(x: jax.Array) -> jax.Array:
             return product.apply(*others[:place], x, *others[place:], out=FLOAT32)
 
-        return jax.linear_transpose(of_factor, _in_float32(factor))(cotangent)[0]
+        transposed = jax.linear_transpose(of_factor, _in_float32(factor))
+        (gradient,) = transposed(cotangent)
+        array: jax.Array = gradient
+        return array
 
     return _traced(transpose, avals)
 
 
 @functools.lru_cache(maxsize=4096)
 def _batched(
-    product: Product, axes: tuple[int | None, ...], *avals: Any
+    product: Product, axes: tuple[int | None, ...], *avals: Aval
 ) -> core.ClosedJaxpr:
     """JAX's rule for batches of factors of a float32 product, as a program."""
     apply = functools.partial(product.apply, out=FLOAT32)
     return _traced(jax.vmap(apply, in_axes=axes), avals)
 
 
-def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+def _traced(
+    function: Callable[..., jax.Array], avals: Sequence[Aval]
+) -> core.ClosedJaxpr:
     x, y, *rest = avals
     return jax.make_jaxpr(function)(_in_float32(x), _in_float32(y), *rest)
 
 
-def _in_float32(aval: Any) -> Any:
-    return aval.update(dtype=FLOAT32, weak_type=False)
+def _in_float32(aval: Aval) -> Aval:
+    wide: Aval = aval.update(dtype=FLOAT32, weak_type=False)
+    return wide
 
 
 def _with_low_products(
-    program: core.ClosedJaxpr, product: Product, *operands: Any
-) -> Any:
+    program: core.ClosedJaxpr, product: Product, *operands: jax.Array
+) -> jax.Array:
     """Evaluates a rule of JAX, with each product in it as low as the given one."""
     values = dict(zip(program.jaxpr.invars, operands, strict=True))
     # Which factor it is, of each variable that is one or was moved.
     factors = {variable: i for i, variable in enumerate(program.jaxpr.invars[:2])}
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
     for equation in program.jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
+        inputs = [read(atom, values) for atom in equation.invars]
         (result,) = equation.outvars
         moved = [x for x in equation.invars if isinstance(x, core.Var) and x in factors]
         first = factors[moved[0]] if moved else 0
@@ -127,7 +136,7 @@ def _with_low_products(
             (values[result],) = bind(equation.primitive, inputs, equation.params)
             factors[result] = first
     # Of empty factors JAX's rule makes zeros, in float32.
-    return lax.convert_element_type(read(program.jaxpr.outvars[0]), product.out)
+    return lax.convert_element_type(read(program.jaxpr.outvars[0], values), product.out)
 
 
 def _as_low_as(
@@ -145,11 +154,13 @@ def _as_low_as(
 
 
 def _jet(
-    primals: Sequence[Any], series: Sequence[Any], *, product: Product
-) -> tuple[Any, Any]:
+    primals: Arrays, series: Sequence[Any], *, product: Product
+) -> tuple[jax.Array, list[jax.Array]]:
     """The Taylor series of a product, which JAX's function knows for its own ones."""
     function = functools.partial(as_written, product=product)
-    result: tuple[Any, Any] = jet.jet(function, primals, series, factorial_scaled=False)
+    result: tuple[jax.Array, list[jax.Array]] = jet.jet(
+        function, primals, series, factorial_scaled=False
+    )
     return result
 
 

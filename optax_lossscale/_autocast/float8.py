@@ -17,8 +17,9 @@ fewer digits. No hardware multiplies two arrays in float8_e5m2.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -29,7 +30,7 @@ from optax_lossscale._jaxprs import aval_of
 
 VALUES, COTANGENTS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 # For each factor of a product its float8 dtype, or None if the product is not float8.
-Factors = tuple[Any, Any] | None
+Factors = tuple[jnp.dtype, jnp.dtype] | None
 OF_VALUES: Factors = (VALUES, VALUES)
 # By default cuBLAS adds up products of float8 numbers in fewer bits than float32 has.
 PRECISION_OF_GRADIENTS = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -45,8 +46,8 @@ class Rounded(NamedTuple):
       exponent: `k(x)` as `i32`.
     """
 
-    array: Any
-    exponent: Any
+    array: jax.Array
+    exponent: jax.Array
 
 
 def reason_not_float8(equation: core.JaxprEqn) -> str | None:
@@ -70,19 +71,19 @@ def reason_not_float8(equation: core.JaxprEqn) -> str | None:
     return None
 
 
-def of_cotangent(other: Any) -> Factors:
+def of_cotangent(other: jnp.dtype) -> Factors:
     """The dtypes of a cotangent and of the factor in float8 `other` beside it."""
     return (COTANGENTS, other) if other == VALUES else None
 
 
 def multiply(
-    apply: Callable[..., Any],
-    pair: tuple[Any, Any],
-    dtypes: tuple[Any, Any],
-    out: Any,
+    apply: Callable[..., jax.Array],
+    pair: tuple[jax.Array, jax.Array],
+    dtypes: tuple[jnp.dtype, jnp.dtype],
+    out: jnp.dtype,
     *,
     multiplies_float8: bool,
-) -> Any:
+) -> jax.Array:
     """The product of two factors in float8.
 
     Args:
@@ -111,7 +112,7 @@ def multiply(
     return lax.convert_element_type(result * lax.convert_element_type(scale, sums), out)
 
 
-def round_to_float8(x: Any, dtype: Any) -> Rounded:
+def round_to_float8(x: jax.Array, dtype: jnp.dtype) -> Rounded:
     """Rounds a factor to float8, scaled by a power of two."""
     is_finite = lax.is_finite(x)
     magnitudes = lax.select(is_finite, lax.abs(x), lax.full_like(x, 0))
@@ -127,6 +128,6 @@ def round_to_float8(x: Any, dtype: Any) -> Rounded:
     return Rounded(lax.convert_element_type(visible, dtype), exponent)
 
 
-def _power_of_two(exponent: Any) -> Any:
+def _power_of_two(exponent: jax.Array) -> jax.Array:
     """`2**exponent` as float32 from -126 to 127; 0 for -127, infinity for 128."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -14,11 +14,12 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from optax_lossscale._jaxprs import scope_of, user_line, where_written
 from optax_lossscale._nnx import flax_nnx
@@ -57,7 +58,7 @@ class Settings(NamedTuple):
       scope: The names of the scopes around the program, if `high` holds any.
     """
 
-    dtype: Any
+    dtype: jnp.dtype
     level: str
     high: tuple[str, ...]
     recompute: bool
@@ -118,7 +119,11 @@ def _line_of(equation: core.JaxprEqn) -> str | None:
 
 
 def make_settings(
-    dtype: Any, level: str, high: Sequence[str], recompute: bool, otherwise: Any
+    dtype: DTypeLike,
+    level: str,
+    high: Sequence[str],
+    recompute: bool,
+    otherwise: DTypeLike | None,
 ) -> Settings:
     """Checks the arguments of `autocast`."""
     if level not in LEVELS:
@@ -155,7 +160,7 @@ def make_settings(
     return Settings(dtype, level, _names_from(high), bool(recompute), has_float8)
 
 
-def _floating_dtype(setting: str, dtype: Any) -> Any:
+def _floating_dtype(setting: str, dtype: DTypeLike) -> jnp.dtype:
     hint = f" (Did you mean `level={dtype!r}`?)" if str(dtype) in LEVELS else ""
     if dtype is None or hint or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{setting}` must be a floating dtype, got {dtype!r}.{hint}")
@@ -181,7 +186,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (Did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
-def kept_leaves(tree: PyTree, settings: Settings) -> dict[int, Any]:
+def kept_leaves(tree: PyTree, settings: Settings) -> dict[int, PyTree]:
     """The leaves of the arguments that O2 or O3 does not cast, by their identities.
 
     These are running statistics, and at O2 the leaves of normalization layers.

@@ -13,7 +13,12 @@ from jax.extend.core import primitives as p
 
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
 from optax_lossscale._jax_internals import NEWER_ELEMENTWISE, pvary_p, remat_p, split_p
-from optax_lossscale._jaxprs import equations_of
+from optax_lossscale._jaxprs import (
+    Program,
+    equations_of,
+    jaxpr_of,
+    with_equations,
+)
 
 # One entry of the result takes one entry of each operand.
 ELEMENTWISE = frozenset(
@@ -71,7 +76,7 @@ def _save_all_but_cheap(primitive: core.Primitive, *_: Any, **__: Any) -> bool:
     return primitive not in _CHEAP
 
 
-def can_recompute(body: core.ClosedJaxpr, low_body: core.ClosedJaxpr) -> bool:
+def can_recompute(body: Program, low_body: Program) -> bool:
     """Whether the body of a loop has low products, and nothing forbids to repeat it.
 
     A body with effects would repeat them, and one with a `jax.checkpoint` says itself
@@ -83,11 +88,11 @@ def can_recompute(body: core.ClosedJaxpr, low_body: core.ClosedJaxpr) -> bool:
     results = [x.aval for equation in own for x in equation.outvars]
     # A token has no dtype.
     is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
-    is_closed = not (body.effects or body.consts)
+    is_closed = not (body.effects or getattr(body, "consts", ()))
     return has_product and is_closed and not (has_checkpoint or is_complex)
 
 
-def recompute_in_backward_pass(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def recompute_in_backward_pass(body: Program) -> Program:
     """The body of a scan, which saves less for its backward pass.
 
     It becomes the one equation of a new program. To trace it again would need the axis
@@ -97,7 +102,7 @@ def recompute_in_backward_pass(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
         lambda x: x, prevent_cse=False, policy=_save_all_but_cheap
     )
     (equation,) = jax.make_jaxpr(checkpoint)(0.0).eqns
-    jaxpr = body.jaxpr
+    jaxpr = jaxpr_of(body)
     inputs, results = (
         [core.Var(atom.aval) for atom in atoms]
         for atoms in (jaxpr.invars, jaxpr.outvars)
@@ -108,5 +113,4 @@ def recompute_in_backward_pass(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
         params={**equation.params, "jaxpr": jaxpr},
         ctx=jaxpr.eqns[0].ctx,  # With the mesh around the loop.
     )
-    jaxpr = jaxpr.replace(invars=inputs, outvars=results, eqns=[equation])
-    return core.ClosedJaxpr(jaxpr, body.consts)
+    return with_equations(body, [equation], invars=inputs, outvars=results)

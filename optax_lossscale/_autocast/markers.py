@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
+from jax.typing import DTypeLike
 
 from optax_lossscale._jax_internals import UserContext
 from optax_lossscale._jaxprs import scopes_of
@@ -125,10 +126,10 @@ def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
     return cast_arrays(results, dtype, jnp.float32)
 
 
-def cast_arrays(tree: PyTree, old: Any, new: Any) -> PyTree:
+def cast_arrays(tree: PyTree, old: DTypeLike, new: DTypeLike) -> PyTree:
     """Casts the arrays of one dtype in a tree, but not those of `flax.nnx` modules."""
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: PyTree) -> PyTree:
         is_array = isinstance(leaf, jax.Array | np.ndarray)
         is_old = is_array and leaf.dtype == old
         return lax.convert_element_type(leaf, new) if is_old else leaf

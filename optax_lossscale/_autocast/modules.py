@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.tree_util import Partial
+from jax.tree_util import Partial, PyTreeDef
 
 from optax_lossscale._jax_internals import linen_modules_around
 from optax_lossscale._nnx import (
@@ -30,7 +30,7 @@ from optax_lossscale._nnx import (
     modules_of,
     one_of_each,
 )
-from optax_lossscale._types import PyTree
+from optax_lossscale._types import Arrays, PyTree
 
 _TAG = "optax_lossscale.autocast"
 _SLOT = object()  # Stands in the place of a module.
@@ -46,18 +46,18 @@ class Rest(NamedTuple):
       flags: For each leaf, whether it is such an array.
     """
 
-    structure: Any
-    others: list[Any]
+    structure: PyTreeDef
+    others: list[PyTree]
     flags: list[bool]
 
-    def merge(self, arrays: Sequence[Any]) -> PyTree:
+    def merge(self, arrays: Arrays) -> PyTree:
         """The tree with these arrays in its places."""
         given, pairs = iter(arrays), zip(self.others, self.flags, strict=True)
         leaves = [next(given) if is_traced else other for other, is_traced in pairs]
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def partition(tree: PyTree) -> tuple[list[Any], Rest]:
+def partition(tree: PyTree) -> tuple[list[jax.Array], Rest]:
     """The arrays of a tree that are traced, and the rest of it.
 
     Outside of `jit`, arrays of integers and bools are not traced, so that they can be
@@ -73,7 +73,7 @@ def partition(tree: PyTree) -> tuple[list[Any], Rest]:
     return list(itertools.compress(leaves, flags)), rest
 
 
-def _is_traced(leaf: Any) -> bool:
+def _is_traced(leaf: PyTree) -> bool:
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return True
     kinds = (jnp.integer, jnp.bool_)
@@ -82,7 +82,7 @@ def _is_traced(leaf: Any) -> bool:
     )
 
 
-def _is_of_numpy(leaf: Any) -> bool:
+def _is_of_numpy(leaf: PyTree) -> bool:
     """Whether it is an array of NumPy that JAX has too: not of strings or dates."""
     is_array = isinstance(leaf, np.ndarray)
     return is_array and leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
@@ -98,8 +98,8 @@ class Traced(NamedTuple):
     """
 
     program: core.ClosedJaxpr
-    arrays: list[Any]
-    finish: Callable[[Sequence[Any]], PyTree]
+    arrays: list[jax.Array]
+    finish: Callable[[Arrays], PyTree]
 
 
 def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
@@ -204,7 +204,7 @@ def _check_may_change(modules: Sequence[Any]) -> None:
             node._check_valid_context(lambda: "from a different trace level")
 
 
-def _value_of(leaf: Any) -> PyTree:
+def _value_of(leaf: PyTree) -> PyTree:
     """The value of a variable; any other leaf is its own value."""
     if not is_variable(leaf):
         return leaf

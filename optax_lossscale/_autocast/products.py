@@ -48,18 +48,18 @@ class Product(NamedTuple):
 
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
-    low: Any
-    out: Any
+    low: jnp.dtype
+    out: jnp.dtype
     float8: Factors = None
 
-    def apply(self, *operands: Any, out: Any = None) -> Any:
+    def apply(self, *operands: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
         """The product of operands as they are, with a result dtype."""
         params = {**dict(self.params), "preferred_element_type": out or self.out}
         return bind(self.primitive, operands, params)[0]
 
 
 def product_of(
-    equation: core.JaxprEqn, low: Any, out: Any, float8: Factors = None
+    equation: core.JaxprEqn, low: jnp.dtype, out: jnp.dtype, float8: Factors = None
 ) -> Product:
     """The low product in place of an equation's product."""
     params = tuple(
@@ -70,12 +70,12 @@ def product_of(
     return Product(equation.primitive, params, low, out, float8)
 
 
-def to_low(x: Any, low: Any) -> Any:
+def to_low(x: jax.Array, low: jnp.dtype) -> jax.Array:
     """Rounds a float32 operand; group sizes and low operands stay as they are."""
     return lax.convert_element_type(x, low) if x.dtype == FLOAT32 else x
 
 
-def as_written(*operands: Any, product: Product, platform: str = "") -> Any:
+def as_written(*operands: jax.Array, product: Product, platform: str = "") -> jax.Array:
     """The same as operations of JAX, in a form that XLA for a platform can compute."""
     low, out = product.low, product.out
     x, y, *rest = (to_low(operand, low) for operand in operands)
@@ -94,18 +94,19 @@ def as_written(*operands: Any, product: Product, platform: str = "") -> Any:
     return product.apply(x, y, *rest)
 
 
-def _run(*operands: Any, product: Product) -> Any:
+def _run(*operands: jax.Array, product: Product) -> jax.Array:
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         platform = jax.default_backend()
         return as_written(*operands, product=product, platform=platform)
-    return _run_compiled(*operands, product=product)
+    result: jax.Array = _run_compiled(*operands, product=product)
+    return result
 
 
 _run_compiled = jax.jit(low_product_p.bind, static_argnames="product")
 low_product_p.def_impl(_run)
 
 
-def _abstract_eval(*avals: Any, product: Product) -> Any:
+def _abstract_eval(*avals: jax.core.ShapedArray, product: Product) -> Any:
     x, y, *rest = avals
     low = [aval.update(dtype=product.low, weak_type=False) for aval in (x, y)]
     params = {**dict(product.params), "preferred_element_type": product.out}

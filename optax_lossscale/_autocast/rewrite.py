@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,7 +40,18 @@ from optax_lossscale._jax_internals import (
     pvary_p,
     with_changed_result,
 )
-from optax_lossscale._jaxprs import aval_of, bind, programs_of, scope_of, with_programs
+from optax_lossscale._jaxprs import (
+    Atom,
+    Program,
+    aval_of,
+    bind,
+    jaxpr_of,
+    programs_of,
+    read,
+    scope_of,
+    with_equations,
+    with_programs,
+)
 from optax_lossscale._types import PyTree
 
 _DEFAULT_PRECISIONS = (
@@ -57,12 +69,12 @@ def evaluate(traced: Traced, settings: Settings) -> PyTree:
     program = rewrite(traced.program, settings)
     results = core.jaxpr_as_fun(program)(*traced.arrays)
     # Of a literal JAX returns the number, without an array around it.
-    are_literals = [isinstance(x, core.Literal) for x in program.jaxpr.outvars]
+    are_literals = [isinstance(x, core.Literal) for x in jaxpr_of(program).outvars]
     pairs = zip(results, are_literals, strict=True)
     return traced.finish([jnp.asarray(x) if flag else x for x, flag in pairs])
 
 
-def rewrite(program: Any, settings: Settings, *, is_loop: bool = False) -> Any:
+def rewrite(program: Program, settings: Settings, *, is_loop: bool = False) -> Program:
     """The program with low products; the very same object if it holds none.
 
     Args:
@@ -80,15 +92,14 @@ def rewrite(program: Any, settings: Settings, *, is_loop: bool = False) -> Any:
     return program if known[key] is None else known[key]
 
 
-def _rewritten(program: Any, settings: Settings) -> Any:
-    jaxpr = getattr(program, "jaxpr", program)
+def _rewritten(program: Program, settings: Settings) -> Program:
+    jaxpr = jaxpr_of(program)
     equations: list[core.JaxprEqn] = []
     for equation in jaxpr.eqns:
         equations += _equations_for(equation, jaxpr, settings)
     if _are_same(equations, jaxpr.eqns):
         return program
-    jaxpr = jaxpr.replace(eqns=equations)
-    return program.replace(jaxpr=jaxpr) if hasattr(program, "jaxpr") else jaxpr
+    return with_equations(program, equations)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
@@ -221,7 +232,9 @@ def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | 
     return reason_of_marker(equation)
 
 
-def reason_to_keep(equation: core.JaxprEqn, jaxpr: core.Jaxpr, low: Any) -> str | None:
+def reason_to_keep(
+    equation: core.JaxprEqn, jaxpr: core.Jaxpr, low: jnp.dtype
+) -> str | None:
     """Why a product in a program stays as it is written, or None if it runs low.
 
     One factor may be low already: JAX would cast it up, and multiply in float32.
@@ -241,7 +254,7 @@ def reason_to_keep(equation: core.JaxprEqn, jaxpr: core.Jaxpr, low: Any) -> str 
     return "moves entries only" if _is_move(equation, jaxpr) else None
 
 
-def _contracted_sizes(equation: core.JaxprEqn) -> list[Any]:
+def _contracted_sizes(equation: core.JaxprEqn) -> list[int]:
     """The sizes of the axes that a product sums over."""
     x, y = (aval_of(atom).shape for atom in equation.invars[:2])
     if equation.primitive is primitives.conv_general_dilated_p:
@@ -268,7 +281,7 @@ def _is_move(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
     return bool(np.all(is_single) and np.all((kernel == 0) | (kernel == 1)))
 
 
-def _constant(atom: Any, jaxpr: core.Jaxpr) -> np.ndarray | None:
+def _constant(atom: Atom, jaxpr: core.Jaxpr) -> np.ndarray | None:
     """The value of a variable that depends on no input of a program, or None."""
     needed, equations = {atom}, []
     for equation in reversed(jaxpr.eqns):
@@ -286,15 +299,13 @@ def _constant(atom: Any, jaxpr: core.Jaxpr) -> np.ndarray | None:
         return pool.submit(_value, atom, equations[::-1]).result()
 
 
-def _value(atom: Any, equations: Sequence[core.JaxprEqn]) -> np.ndarray:
+def _value(atom: Atom, equations: Sequence[core.JaxprEqn]) -> np.ndarray:
     """The value of a variable that some equations without inputs compute."""
-    values: dict[Any, Any] = {}
+    values: dict[core.Var, jax.Array] = {}
     for equation in equations:
-        inputs = [
-            x.val if isinstance(x, core.Literal) else values[x] for x in equation.invars
-        ]
+        inputs: Sequence[jax.Array] = [read(x, values) for x in equation.invars]
         # `pvary` returns its operands, and runs in a `jax.shard_map` only.
         if equation.primitive is not pvary_p:
-            inputs = list(bind(equation.primitive, inputs, equation.params))
+            inputs = bind(equation.primitive, inputs, equation.params)
         values.update(zip(equation.outvars, inputs, strict=True))
-    return np.asarray(values[atom])
+    return np.asarray(read(atom, values))

@@ -158,7 +158,7 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
 
 def _call(
     settings: Settings,
-    kept: Mapping[int, Any] | None,
+    kept: Mapping[int, PyTree] | None,
     fun: Callable[..., PyTree],
     *args: PyTree,
 ) -> PyTree:
@@ -220,7 +220,7 @@ def _check_function(fun: Any) -> None:
         raise TypeError(f"`fun` must be a function, got {shown}.{hint}")
 
 
-def _is_dtype(value: Any) -> bool:
+def _is_dtype(value: object) -> bool:
     if isinstance(value, type):
         dtype = getattr(value, "dtype", None)
         return issubclass(value, np.generic) or isinstance(dtype, np.dtype)

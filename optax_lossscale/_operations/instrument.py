@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,31 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
+from jax.typing import ArrayLike
 
 from optax_lossscale._autocast.products import FLOAT32, low_product_p
 from optax_lossscale._jax_internals import KERNELS
 from optax_lossscale._jaxprs import (
+    Atom,
+    Program,
     aval_of,
     bind,
     equations_of,
+    jaxpr_of,
     programs_of,
+    with_equations,
     with_programs,
 )
 from optax_lossscale._operations.operation import (
-    Atom,
     Context,
     Entry,
     Run,
     is_below_float32,
     is_floating_array,
 )
+from optax_lossscale._types import Arrays
 
+Numbers: TypeAlias = jax.Array | list[jax.Array]
 _LOOPS = (primitives.scan_p, primitives.while_p)
 # They hold functions of two numbers, whose equations are not listed.
 _REDUCTIONS = (primitives.reduce_p, primitives.reduce_window_p)
@@ -59,9 +65,9 @@ class Instrumenter:
         self._on_device, self._loops, self._runs = on_device, 0, 0
         self._lock = threading.Lock()  # Several devices call at once.
 
-    def instrument(self, program: Any, context: Context) -> Any:
+    def instrument(self, program: Program, context: Context) -> Program:
         """The same program, with statistics."""
-        jaxpr = getattr(program, "jaxpr", program)
+        jaxpr = jaxpr_of(program)
         equations: list[core.JaxprEqn] = []
         exact: dict[core.Var, Atom] = {}  # The float32 operand of each cast.
         for equation in jaxpr.eqns:
@@ -73,8 +79,7 @@ class Instrumenter:
             if any(map(is_floating_array, equation.outvars)):
                 equations.append(self._statistics_of(equation, inner, exact))
         effects = frozenset[Any]().union(*(x.effects for x in equations))
-        jaxpr = jaxpr.replace(eqns=equations, effects=jaxpr.effects | effects)
-        return program.replace(jaxpr=jaxpr) if hasattr(program, "jaxpr") else jaxpr
+        return with_equations(program, equations, effects=jaxpr.effects | effects)
 
     def _with_statistics(
         self, equation: core.JaxprEqn, context: Context
@@ -103,14 +108,14 @@ class Instrumenter:
             exact_operands,  # Before they were rounded.
         )
 
-        def receive(*numbers: Any) -> None:
+        def receive(*numbers: Numbers) -> None:
             run = Run(*jax.tree.map(lambda x: np.asarray(x).tolist(), numbers))
             with self._lock:
                 entry.add(run, self._runs)
                 self._runs += 1
 
         @jax.jit
-        def statistics(results: Any, operands: Any, exact: Any) -> None:
+        def statistics(results: Arrays, operands: Arrays, exact: Arrays) -> None:
             pair = []
             if apply is not None:
                 pair = [results[0], apply(*map(_widened, exact))]
@@ -125,7 +130,7 @@ class Instrumenter:
         return measured
 
 
-def runs_on_several_devices(program: core.ClosedJaxpr, arrays: Sequence[Any]) -> bool:
+def runs_on_several_devices(program: core.ClosedJaxpr, arrays: Arrays) -> bool:
     """Whether the inputs, or an equation at any depth, are spread over devices."""
     leaves = (
         leaf
@@ -153,7 +158,7 @@ def _shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
 
 def _reference_of(
     equation: core.JaxprEqn, exact: dict[core.Var, Atom]
-) -> tuple[Callable[..., Any], list[Atom]] | None:
+) -> tuple[Callable[..., jax.Array], list[Atom]] | None:
     """The same operation on operands that were not rounded, if it is a narrow one.
 
     Of a product, these are what autocast has cast to its operands.
@@ -178,7 +183,7 @@ def _reference_of(
     return None
 
 
-def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
+def _apply_wide(equation: core.JaxprEqn, *operands: jax.Array) -> jax.Array:
     """The result of an operation with float32 in the place of each narrow dtype."""
     params = {
         name: FLOAT32
@@ -189,29 +194,31 @@ def _apply_wide(equation: core.JaxprEqn, *operands: Any) -> Any:
     return bind(equation.primitive, operands, params)[0]
 
 
-def _wide_program(program: Any) -> Any:
+def _wide_program(program: Program) -> Program:
     """A program for float32, such as the sum of two numbers in a scatter."""
     is_closed = isinstance(program, core.ClosedJaxpr)
-    closed = program if is_closed else core.ClosedJaxpr(program, ())
+    closed = core.ClosedJaxpr(jaxpr_of(program), getattr(program, "consts", ()))
     inputs = [_widened(np.zeros(x.shape, x.dtype)) for x in closed.in_avals]
     wide = jax.make_jaxpr(core.jaxpr_as_fun(closed))(*inputs)
     return wide if is_closed else wide.jaxpr
 
 
-def _widened(array: Any) -> Any:
+def _widened(array: ArrayLike) -> ArrayLike:
     """An array in float32 if it is narrower, else the very same object."""
     is_wide = not is_below_float32(jnp.result_type(array))
     return array if is_wide else lax.convert_element_type(array, FLOAT32)
 
 
-def _measure(xp: Any, results: Any, operands: Any, pair: Any) -> tuple[Any, Any, Any]:
+def _measure(
+    xp: Any, results: Arrays, operands: Arrays, pair: Arrays
+) -> tuple[Numbers, ...]:
     """The arguments of a `Run`, by `jax.numpy` or NumPy. `pair` may be empty."""
     with np.errstate(all="ignore"):
         some = [[_magnitudes_of(xp, x) for x in group] for group in (results, operands)]
         return (*some, _compare(xp, *pair) if pair else [])
 
 
-def _magnitudes_of(xp: Any, array: Any) -> Any:
+def _magnitudes_of(xp: Any, array: jax.Array) -> Any:
     magnitudes = xp.abs(_flat(xp, array))
     is_finite = xp.all(xp.isfinite(magnitudes), axis=0)
     nonfinite = xp.sum(~is_finite, dtype=magnitudes.dtype)
@@ -219,7 +226,7 @@ def _magnitudes_of(xp: Any, array: Any) -> Any:
     return xp.stack([largest, xp.min(magnitudes, initial=xp.inf), nonfinite])
 
 
-def _compare(xp: Any, array: Any, reference: Any) -> Any:
+def _compare(xp: Any, array: jax.Array, reference: jax.Array) -> Any:
     array, reference = _flat(xp, array), _flat(xp, reference)
     largest = xp.max(xp.abs(reference), initial=0)
     is_nonzero = reference != 0
@@ -232,7 +239,7 @@ def _compare(xp: Any, array: Any, reference: Any) -> Any:
     return xp.stack([largest, flushed / nonzero, error])
 
 
-def _flat(xp: Any, array: Any) -> Any:
+def _flat(xp: Any, array: jax.Array) -> Any:
     """One or two arrays in the widest dtype in use: the parts of a complex one."""
     array, wide = xp.asarray(array), jnp.result_type(float)
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.extend.core import primitives
 from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
 from optax_lossscale._jaxprs import (
+    Atom,
     aval_of,
     bind,
     scope_of,
@@ -24,7 +25,6 @@ from optax_lossscale._jaxprs import (
     where_written,
 )
 
-Atom: TypeAlias = core.Var | core.Literal
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
 
 
@@ -69,7 +69,7 @@ def is_narrow_array(atom: Atom) -> bool:
     return is_floating_array(atom) and is_below_float32(aval_of(atom).dtype)
 
 
-def is_below_float32(dtype: Any) -> bool:
+def is_below_float32(dtype: jax.typing.DTypeLike) -> bool:
     """Whether a dtype is floating and narrower than float32."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
@@ -221,7 +221,7 @@ class Entry:
 
 def operations_of(entries: Iterable[Entry], loss_scale: float) -> list[Operation]:
     """All operations that ran, but those that `jax.checkpoint` repeated."""
-    operations, counts = [], collections.Counter[Any]()
+    operations, counts = [], collections.Counter[Hashable]()
     for entry in entries:
         if not entry.runs:
             continue
@@ -248,7 +248,7 @@ def _is_made(run: Run) -> bool:
     return is_nan or math.isfinite(_largest_of(run.operands))
 
 
-def _headroom(largest: float, dtype: Any) -> float:
+def _headroom(largest: float, dtype: np.dtype) -> float:
     """The bits between a magnitude and the largest number of a dtype."""
     with np.errstate(divide="ignore"):
         return math.log2(float(jnp.finfo(dtype).max)) - float(np.log2(largest))

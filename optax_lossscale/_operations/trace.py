@@ -175,8 +175,8 @@ def _run(traced: Traced, context: Context) -> tuple[list[Entry], list[Any]]:
     closed = core.ClosedJaxpr(jaxpr, traced.program.consts)
     instrumenter = Instrumenter(on_device=runs_on_several_devices(closed, arrays))
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        closed = instrumenter.instrument(closed, context)
-        lowered = jax.jit(core.jaxpr_as_fun(closed)).lower(*arrays)
+        instrumented = instrumenter.instrument(closed, context)
+        lowered = jax.jit(core.jaxpr_as_fun(instrumented)).lower(*arrays)
         # Or XLA leaves out that a result is rounded, and computes on in float32.
         compiled = lowered.compile({"xla_allow_excess_precision": False})
         results = jax.device_get(compiled(*arrays))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,10 +15,18 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._finite import vary_over
-from optax_lossscale._jaxprs import bind, context_of, programs_of, scan_sizes
+from optax_lossscale._jaxprs import (
+    Program,
+    bind,
+    context_of,
+    jaxpr_of,
+    programs_of,
+    read,
+    scan_sizes,
+)
 from optax_lossscale._named_calls import named_calls
 from optax_lossscale._operations.operation import Context, is_narrow_array
-from optax_lossscale._types import PyTree
+from optax_lossscale._types import Arrays, PyTree
 
 # For each scope and kind of number, the largest number until now.
 _Numbers = dict[tuple[str, str], jax.Array]
@@ -119,18 +127,16 @@ def _keys_at(context: Context) -> list[tuple[str, str]]:
 
 
 def _run(
-    program: Any, arrays: Sequence[Any], numbers: _Numbers, context: Context
-) -> tuple[list[Any], _Numbers]:
+    program: Program, arrays: Arrays, numbers: _Numbers, context: Context
+) -> tuple[list[jax.Array], _Numbers]:
     """Evaluates a program, and updates the numbers."""
-    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    jaxpr, consts = jaxpr_of(program), getattr(program, "consts", ())
     variables = [*jaxpr.constvars, *jaxpr.invars]
     values = dict(zip(variables, [*consts, *arrays], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
     for equation in jaxpr.eqns:
-        inputs, inner = [read(atom) for atom in equation.invars], context.at(equation)
+        inputs = [read(atom, values) for atom in equation.invars]
+        inner = context.at(equation)
         with context_of(equation):
             if equation.primitive.name in _WITH_PROGRAMS:
                 outputs, numbers = _run_nested(equation, inputs, numbers, inner)
@@ -143,7 +149,7 @@ def _run(
                     larger = {key: jnp.maximum(numbers[key], x) for key, x in new}
                     numbers = numbers | larger
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars], numbers
+    return [read(atom, values) for atom in jaxpr.outvars], numbers
 
 
 @jax.jit
@@ -160,12 +166,12 @@ def _glance(array: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _run_nested(
-    equation: core.JaxprEqn, inputs: list[Any], numbers: _Numbers, context: Context
-) -> tuple[Any, _Numbers]:
+    equation: core.JaxprEqn, inputs: Arrays, numbers: _Numbers, context: Context
+) -> tuple[Arrays, _Numbers]:
     """Evaluates an equation that holds programs, and updates the numbers."""
     name, params = equation.primitive.name, equation.params
 
-    def measured(program: Any) -> Callable[..., tuple[Any, _Numbers]]:
+    def measured(program: Program) -> Callable[..., tuple[Arrays, _Numbers]]:
         return lambda numbers, *arrays: _run(program, arrays, numbers, context)
 
     if name == "shard_map":
@@ -206,14 +212,17 @@ def _run_nested(
 
 
 def _run_on_devices(
-    run: Callable[..., Any], params: dict[str, Any], inputs: Any, numbers: _Numbers
-) -> tuple[Any, _Numbers]:
+    run: Callable[..., tuple[Arrays, _Numbers]],
+    params: dict[str, Any],
+    inputs: Arrays,
+    numbers: _Numbers,
+) -> tuple[Arrays, _Numbers]:
     """Evaluates a `jax.shard_map`. Of the numbers of all devices the largest count."""
     # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
     (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
     axes = tuple(manual)
 
-    def body(arrays: Any, numbers: _Numbers) -> tuple[Any, _Numbers]:
+    def body(arrays: Arrays, numbers: _Numbers) -> tuple[Arrays, _Numbers]:
         numbers = {key: vary_over(number, axes) for key, number in numbers.items()}
         outputs, numbers = run(numbers, *arrays)
         return outputs, {key: lax.pmax(x, axes) for key, x in numbers.items()}
