@@ -201,13 +201,16 @@ def format_table(runs: dict[str, list[Run]]) -> str:
 
     A cell holds a figure for each seed, and is padded to the width of its column.
     """
-    columns = [["variant", ":--", *runs]]
+    table = [["variant", *runs]]
     for title, show in COLUMNS.items():
         cells = [" ".join(show(run.results) for run in runs[name]) for name in runs]
-        columns.append([title, "--:", *cells])
-    widths = [max(map(len, column)) for column in columns]
-    rows = zip(*columns, strict=True)
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+        table.append([title, *cells])
+    for index, column in enumerate(table):
+        width = max(map(len, column))
+        align = ":".ljust if index == 0 else ":".rjust
+        column.insert(1, align(width, "-"))
+        column[:] = [text.ljust(width) for text in column]
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
 
 
 def plot(runs: dict[str, Run], file: Path) -> None:
