@@ -80,8 +80,6 @@ def check_factor(name: str, value: float, low: float, high: float) -> float:
 def check_numbers(name: str, values: jax.typing.ArrayLike) -> np.ndarray:
     """Returns an array of numbers or bools, and refuses strings and ragged lists."""
     array = _as_numpy(values)
-    if array.dtype == object and all(isinstance(x, int | float) for x in array.flat):
-        array = array.astype(np.float64)  # Python's integers beyond 64 bits.
     if array.dtype.kind in "OSU":
         hint = " (Convert text: `float(text)`, or `text == 'True'` for a bool.)"
         raise TypeError(
@@ -113,9 +111,8 @@ def check_number(name: str, value: float, low: float, high: float = np.inf) -> f
 
 def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """Returns a floating dtype."""
-    if dtype is None:  # NumPy reads None as float64.
-        raise TypeError(f"`{name}` must be a floating dtype, got None.")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    # NumPy reads None as float64.
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
     return dtype
 
@@ -246,16 +243,13 @@ def check_output_file(name: str) -> Path:
 
 def check_picture_file(name: str) -> Path:
     """Returns the path of a picture that matplotlib can draw and write."""
-    ending = Path(name).suffix[1:]
     try:
         import matplotlib.figure
         import matplotlib.pyplot  # Drawing needs it; what is missing is said here.
 
-        if not ending:
-            raise ValueError("its name must have an ending such as .png.")
         figure = matplotlib.figure.Figure(figsize=(1, 1))
         figure.text(0, 0, "1")  # Some formats need LaTeX, but only for text.
-        figure.savefig(io.BytesIO(), format=ending)
+        figure.savefig(io.BytesIO(), format=Path(name).suffix[1:])
     # An unknown format, a missing package or LaTeX, and a file system that refuses.
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"cannot draw {name}: {error}") from error
@@ -272,9 +266,14 @@ def _one_float64(name: str, value: object) -> np.ndarray:
 def _as_numpy(value: object) -> np.ndarray:
     """An array, of one object if the parts of `value` differ in shape."""
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError:
         return np.asarray(None)
+    # NumPy's integers are too small for 2**126, so it makes an array of objects.
+    is_large = array.dtype == object and all(
+        isinstance(x, int | float) for x in array.flat
+    )
+    return array.astype(np.float64) if is_large else array
 
 
 def _as_float64(name: str, value: object) -> np.ndarray:
@@ -283,8 +282,7 @@ def _as_float64(name: str, value: object) -> np.ndarray:
             f"`{name}` must be a concrete number, got {value!r}. (Settings are fixed "
             "when the program is traced.)"
         )
-    # NumPy's integers are too small for 2**126.
-    array = _as_numpy(float(value) if type(value) is int else value)
+    array = _as_numpy(value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating)):
         raise TypeError(
             f"`{name}` must be a number, got {value!r:.60} of type "

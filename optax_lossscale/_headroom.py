@@ -163,11 +163,9 @@ def headroom_loss_scale(
     fading_per_step = 2.0 ** (-_BITS_FADED / history)
 
     def init() -> LossScaleState:
-        rule_state = HeadroomRuleState(
-            recent=jnp.zeros(recent_steps, jnp.float32),
-            peaks=jnp.zeros(history, jnp.float32),
-        )
-        return first_state(first_scale, rule_state)
+        recent = jnp.zeros(recent_steps, jnp.float32)
+        peaks = jnp.zeros(history, jnp.float32)
+        return first_state(first_scale, HeadroomRuleState(recent, peaks))
 
     def adjust(
         state: LossScaleState,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import jax
@@ -180,13 +181,9 @@ def warn_if_stalled(state: LossScaleState, after: int) -> LossScaleState:
             )
         return loss_scale
 
-    def call(loss_scale: jax.Array, count: jax.Array) -> jax.Array:
-        arrays = loss_scale, count
-        same: jax.Array = jax.pure_callback(
-            warn, loss_scale, *arrays, vmap_method="expand_dims"
-        )
-        return same
-
     count, loss_scale = state.notfinite_count, lax.stop_gradient(state.loss_scale)
+    call = functools.partial(
+        jax.pure_callback, warn, loss_scale, vmap_method="expand_dims"
+    )
     same = lax.cond(count == after, call, lambda s, _: s, loss_scale, count)
     return state._replace(loss_scale=same)

@@ -17,12 +17,13 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 
 import optax_lossscale as ols
 from optax_lossscale._checks import check_output_file, check_picture_file
@@ -68,9 +69,6 @@ COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
     "final scale": lambda results: f"`2**{np.log2(results['final_scale']):g}`",
     "flushed to zero": lambda results: f"{results['flushed_to_zero']:.1%}",
 }
-
-# A function from parameters and images to outputs.
-Apply: TypeAlias = Callable[..., Any]
 
 
 class Data(NamedTuple):
@@ -119,14 +117,17 @@ def load_data() -> tuple[Data, Data]:
     return Data(images[:n], labels[:n]), Data(images[n:], labels[n:])
 
 
-def make_apply(dtype: jax.typing.DTypeLike, *, by_autocast: bool) -> Apply:
-    """Returns the network in `dtype`, either built in it or cast to it by autocast."""
+def make_apply(dtype: jax.typing.DTypeLike, *, by_autocast: bool) -> Any:
+    """Returns the network in `dtype`, either built in it or cast to it by autocast.
+
+    It is a function from parameters and images to outputs.
+    """
     if by_autocast and dtype != jnp.float32:
         return ols.autocast(MLP(jnp.float32).apply, dtype)
     return MLP(dtype).apply
 
 
-def loss_fn(params: PyTree, apply: Apply, batch: Data) -> jax.Array:
+def loss_fn(params: PyTree, apply: Callable[..., Any], batch: Data) -> jax.Array:
     """Mean squared error over batch and classes. The mean is taken in float32."""
     outputs = jnp.asarray(apply(params, batch.images), jnp.float32)
     targets = jax.nn.one_hot(batch.labels, 10, dtype=jnp.float32)
@@ -135,7 +136,7 @@ def loss_fn(params: PyTree, apply: Apply, batch: Data) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def count_flushed(
-    apply: Apply, params: PyTree, opt_state: PyTree, batch: Data
+    apply: Callable[..., Any], params: PyTree, opt_state: PyTree, batch: Data
 ) -> jax.Array:
     """Counts gradient entries flushed to zero: zero here, but nonzero in float32.
 
@@ -143,15 +144,14 @@ def count_flushed(
     """
     exact = jax.grad(loss_fn)(params, MLP(jnp.float32).apply, batch)
     scaled = ols.scaled_grad(loss_fn, opt_state)(params, apply, batch)
-    grads = ols.unscale(scaled, opt_state)
-    nonzero = jax.tree.map(lambda e: jnp.sum(e != 0), exact)
-    flushed = jax.tree.map(lambda e, g: jnp.sum((e != 0) & (g == 0)), exact, grads)
-    return jnp.stack([optax.tree.sum(flushed), optax.tree.sum(nonzero)])
+    is_zero = ravel_pytree(ols.unscale(scaled, opt_state))[0] == 0
+    is_nonzero = ravel_pytree(exact)[0] != 0
+    return jnp.stack([jnp.sum(is_zero & is_nonzero), jnp.sum(is_nonzero)])
 
 
 def train(
     name: str,
-    apply: Apply,
+    apply: Callable[..., Any],
     rule: ols.LossScale,
     data: tuple[Data, Data],
     seed: int,
@@ -277,10 +277,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
     print(f"\n{format_table(runs)}\n\n{STATIC_SCALE_NOTE}\n")
     if arguments.json is not None:
-        results = {name: [run.results for run in runs[name]] for name in runs}
-        is_one = len(arguments.seed) == 1  # Then there is no list.
-        shown = {x: each[0] if is_one else each for x, each in results.items()}
-        arguments.json.write_text(json.dumps(shown, indent=2) + "\n")
+        results: Any = {name: [run.results for run in runs[name]] for name in runs}
+        if len(arguments.seed) == 1:  # Then there are no lists.
+            results = {name: of_seeds[0] for name, of_seeds in results.items()}
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
         print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")

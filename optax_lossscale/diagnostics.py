@@ -18,7 +18,6 @@ from the bits, so they are exact for subnormal numbers too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
 
@@ -156,13 +155,13 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         path: (of_leaf["nan"] + of_leaf["inf"]) / max(of_leaf["size"], 1)
         for path, of_leaf in report.items()
     }
-    worst_first = sorted(filter(shares.__getitem__, report), key=lambda x: -shares[x])
+    worst_first = sorted(filter(shares.get, report), key=lambda x: -shares[x])
     count = f"{len(worst_first)} of {len(report)}"
     lines = [f"{count} floating leaves hold nonfinite entries"]
     for path in worst_first:
         nan, inf, size = (report[path][kind] for kind in ("nan", "inf", "size"))
         lines.append(f"{path or 'the array'}: {nan} nan, {inf} inf of {size}")
-    print("\n".join(lines), file=sys.stdout if file is None else file)
+    print(*lines, sep="\n", file=file)
 
 
 def exponent_histogram(

@@ -335,15 +335,12 @@ def finalize_params(
 
 def _check_not_swapped(initial_scale: object) -> None:
     """Says what to do about a rule, or tf.keras's `dynamic`, in the second place."""
-    if isinstance(initial_scale, LossScale) or callable(initial_scale):
+    if isinstance(initial_scale, LossScale | bool) or callable(initial_scale):
+        hint = "The rule is Keras's. For another: `loss_scaled(inner_optimizer, rule)`."
+        if isinstance(initial_scale, bool):
+            hint = f"Pass tf.keras's `dynamic` by name: `dynamic={initial_scale}`."
         raise TypeError(
-            f"`initial_scale` must be a number, got {initial_scale!r}. (The rule is "
-            "Keras's. For another one: `loss_scaled(inner_optimizer, rule)`.)"
-        )
-    if isinstance(initial_scale, bool):
-        raise TypeError(
-            f"`initial_scale` must be a number, got {initial_scale!r}. (In tf.keras, "
-            f"`dynamic` comes second. Pass it by name: `dynamic={initial_scale}`.)"
+            f"`initial_scale` must be a number, got {initial_scale!r}. ({hint})"
         )
 
 

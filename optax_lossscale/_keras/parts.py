@@ -1,7 +1,7 @@
 """Keras's clipping, decay, average and accumulation, as wrappers of an optimizer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from optax_lossscale._tree import (
     wide_param,
 )
 from optax_lossscale._types import Mask, PyTree
+
+# Its `update` takes extra arguments.
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class DecayFirstState(NamedTuple):
@@ -69,12 +72,12 @@ def make_clip(
 
 
 def decay_first(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: Optimizer,
     weight_decay: float,
     learning_rate: optax.Schedule,
     window: int,
     mask: Mask,
-) -> optax.GradientTransformationExtraArgs:
+) -> Optimizer:
     """Subtracts `params * weight_decay * learning_rate` before the inner update.
 
     An inner optimizer that reads the parameters sees them decayed. Only parameters that
@@ -111,14 +114,12 @@ def decay_first(
         count = optax.safe_increment(state.update_count)
         return _add(updates, decay), DecayFirstState(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update)
 
 
 def average_after(
-    inner: optax.GradientTransformationExtraArgs,
-    momentum: float,
-    overwrite_frequency: int | None,
-) -> optax.GradientTransformationExtraArgs:
+    inner: Optimizer, momentum: float, overwrite_frequency: int | None
+) -> Optimizer:
     """Averages the parameters after each update.
 
     If `overwrite_frequency` is given, the parameters are set to their average once in
@@ -170,12 +171,10 @@ def average_after(
             )
         return updates, AverageAfterState(count, average, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update)
 
 
-def count_all_steps(
-    inner: optax.GradientTransformationExtraArgs, window: int
-) -> optax.GradientTransformationExtraArgs:
+def count_all_steps(inner: Optimizer, window: int) -> Optimizer:
     """Lets the schedules of an optimizer count `window` steps for each update.
 
     They are evaluated at the last of these steps. Their state still counts updates.
@@ -193,12 +192,10 @@ def count_all_steps(
         # rounded down to what it was.
         return updates, _map_schedules(lambda count: count // window, state)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return Optimizer(inner.init, update)
 
 
-def accumulate_before(
-    inner: optax.GradientTransformationExtraArgs, window: int
-) -> optax.GradientTransformationExtraArgs:
+def accumulate_before(inner: Optimizer, window: int) -> Optimizer:
     """Updates once in `window` steps, with the mean of their gradients."""
 
     def multi_steps(tree: PyTree) -> optax.MultiSteps:
@@ -225,7 +222,7 @@ def accumulate_before(
         means = _where_absent(grads, means, state.acc_grads)
         return updates, state._replace(acc_grads=means)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Optimizer(init, update)
 
 
 def _clip_each(max_norm: float) -> optax.GradientTransformation:

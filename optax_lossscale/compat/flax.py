@@ -8,6 +8,7 @@ Scripts and checkpoints stay as they are. `DynamicScale` lists what differs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -302,11 +303,11 @@ class DynamicScale(struct.PyTreeNode):
         count, dtype = state.rule_state.growth_count, jnp.result_type(self.scale)
         if not jnp.issubdtype(dtype, jnp.floating):  # As in `DynamicScale(scale=1024)`.
             dtype = jnp.dtype(jnp.float32)
-        replaced: DynamicScale = self.replace(
+        return dataclasses.replace(
+            self,
             fin_steps=count.astype(jnp.result_type(self.fin_steps)),
             scale=state.loss_scale.astype(dtype),
         )
-        return replaced
 
 
 def _as_wide_float(loss: jax.typing.ArrayLike) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._checks import check_count, check_factor, check_scale
+from optax_lossscale._checks import check_count, check_scale
 from optax_lossscale._rules import DynamicRuleState, LossScale, with_settings
 from optax_lossscale._state import LossScaleState, Unscaled, find_loss_scale_state
 from optax_lossscale._types import PyTree
@@ -135,13 +135,12 @@ def to_torch_state_dict(
             "`state` must be that of a dynamic rule such as `presets.torch`, got "
             f"`rule_state` {state.rule_state!r}. (GradScaler has no other rule.)"
         )
-    check_factor("growth_factor", growth_factor, 1.0, np.inf)
-    check_factor("backoff_factor", backoff_factor, 0.0, 1.0)
+    torch(1.0, growth_factor, backoff_factor, growth_interval)  # Checks the settings.
     return {
         "scale": float(state.loss_scale),
         "growth_factor": float(growth_factor),
         "backoff_factor": float(backoff_factor),
-        "growth_interval": check_count("growth_interval", growth_interval),
+        "growth_interval": int(growth_interval),
         _TRACKER: int(state.rule_state.growth_count),
     }
 
