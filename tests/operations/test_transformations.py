@@ -103,34 +103,27 @@ def test_a_scan_over_layers_is_the_worst_of_its_layers():
     assert 0.5 * max(errors) < operation.error < 1.1 * max(errors)
 
 
-def test_an_operation_that_runs_in_few_iterations_is_not_taken_for_the_first():
+def with_a_branch(i, carry):
     """The branch runs in iteration 5, and the product overflows in iteration 2."""
-
-    def body(i, carry):
-        a, b = carry
-        b = jax.lax.cond(i == 5, lambda b: jnp.log(b * 0), lambda b: b, b)
-        return a * 1e13, b
-
-    def fun(x):
-        return sum(map(jnp.sum, jax.lax.fori_loop(0, 8, body, (x, x))))
-
-    first = first_nonfinite(trace_operations(fun, jnp.ones(2)))
-    assert (first.primitive, first.iteration) == ("mul", 2)
+    a, b = carry
+    return a * 1e13, lax.cond(i == 5, lambda b: jnp.log(b * 0), lambda b: b, b)
 
 
-def test_an_operation_in_an_inner_loop_may_be_the_first():
+def with_an_inner_loop(_, carry):
     """The inner product overflows in iteration 1, in its run 7, the outer one in 3."""
+    a, b = carry
+    return a * 1e10, lax.fori_loop(0, 4, lambda _, b: b * 1e5, b)
 
-    def body(_, carry):
-        a, b = carry
-        b = jax.lax.fori_loop(0, 4, lambda _, b: b * 1e5, b)
-        return a * 1e10, b
 
+@pytest.mark.parametrize(
+    ("body", "iteration"), [(with_a_branch, 2), (with_an_inner_loop, 7)]
+)
+def test_the_first_operation_of_a_loop_is_found_by_its_iteration(body, iteration):
     def fun(x):
-        return sum(map(jnp.sum, jax.lax.fori_loop(0, 6, body, (x, x))))
+        return sum(map(jnp.sum, lax.fori_loop(0, 8, body, (x, x))))
 
     first = first_nonfinite(trace_operations(fun, jnp.ones(2)))
-    assert (first.primitive, first.iteration) == ("mul", 7)
+    assert (first.primitive, first.iteration) == ("mul", iteration)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +203,15 @@ def test_of_branches_only_those_that_ran_are_listed(flags):
         assert operation.where == place_of(fun, "branches")
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
 @pytest.mark.parametrize("in_scan", [False, True])
-def test_no_operation_stands_twice_under_checkpoint(policy, in_scan):
+def test_no_operation_stands_twice_under_checkpoint(in_scan):
     def block(x, w):
         with jax.named_scope("block"):
             return jnp.tanh(jnp.tanh(x @ w) @ w), None
 
-    def keys(wrap):
+    def keys(block):
         def fun(ws, x):
-            x = lax.scan(wrap(block), x, ws)[0] if in_scan else wrap(block)(x, ws[0])[0]
+            x = lax.scan(block, x, ws)[0] if in_scan else block(x, ws[0])[0]
             return jnp.mean(x)
 
         return sorted(
@@ -228,8 +220,9 @@ def test_no_operation_stands_twice_under_checkpoint(policy, in_scan):
             if x.primitive in ("dot_general", "tanh")
         )
 
-    checkpoint = functools.partial(jax.checkpoint, policy=policy)
-    assert keys(checkpoint) == keys(lambda block: block)
+    expected = keys(block)
+    for policy in (None, jax.checkpoint_policies.everything_saveable):
+        assert keys(jax.checkpoint(block, policy=policy)) == expected
 
 
 @jax.custom_vjp
@@ -404,7 +397,7 @@ def test_a_function_under_autocast_is_traced_as_it_is():
             return jnp.mean(jnp.tanh(x @ w))
 
     low = ols.autocast(fun, jnp.bfloat16)
-    for cast in (low, jax.jit(low), lambda w, x: low(w, x)):
+    for cast in (low, jax.jit(lambda w, x: low(w, x))):
         product = only(trace_operations(cast, W, X), "dot_general")
         assert product.dtype == jnp.bfloat16
     for cast in (ols.autocast(fun, high=["layer/"]), ols.full_precision(fun)):

@@ -147,6 +147,8 @@ def test_layers_of_a_framework_are_named_in_both_passes(framework):
 )
 def test_a_module_of_nnx_is_updated_once_as_an_argument_or_watched_itself(call, scopes):
     watched, plain = Net(), Net()
+    for net in (watched, plain):
+        net.dropout.eval()
     results, layers = call(watched, watch)
     expected = call(plain, lambda fun: fun)
     assert set(layers) == scopes
@@ -187,12 +189,6 @@ def test_the_layer_that_made_a_step_skip_is_named():
     assert layers["second"]["largest"] < jnp.inf
     assert layers["second"]["grad_largest"] < jnp.inf
     assert layers["first"]["grad_largest"] == jnp.inf
-
-
-@pytest.mark.parametrize("fun", [None, 3.0, "loss_fn"])
-def test_what_is_no_function_is_refused(fun):
-    with pytest.raises(TypeError, match="`fun` must be a function, got"):
-        watch(fun)
 
 
 def test_the_wrapper_has_the_name_of_the_function():
