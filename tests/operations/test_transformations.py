@@ -81,6 +81,10 @@ def test_a_scan_has_one_entry_an_operation_with_the_worst_numbers(
     assert operation.largest == largest
 
 
+def rounded(x):
+    return x.astype(np.float16).astype(np.float32)
+
+
 def test_a_scan_over_layers_is_the_worst_of_its_layers():
     """The error of each product is that of its own roundings."""
     ws = np.stack([W * factor for factor in (1.0, 1e-6, 1e3)])
@@ -92,10 +96,7 @@ def test_a_scan_over_layers_is_the_worst_of_its_layers():
     operation = only(trace_operations(fun, ws, X), "dot_general")
     x, errors, largest = X, [], []
     for w in ws:
-        half = x.astype(np.float16).astype(np.float32) @ w.astype(np.float16).astype(
-            np.float32
-        )
-        half, exact = half.astype(np.float16).astype(np.float32), x @ w
+        half, exact = rounded(rounded(x) @ rounded(w)), x @ w
         errors.append(np.linalg.norm(half - exact) / np.linalg.norm(exact))
         largest.append(np.max(half))
         x = half
@@ -126,13 +127,9 @@ def test_the_first_operation_of_a_loop_is_found_by_its_iteration(body, iteration
     assert (first.primitive, first.iteration) == ("mul", iteration)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [jax.debug_nans, jax.debug_infs, jax.disable_jit],
-    ids=["debug_nans", "debug_infs", "disable_jit"],
-)
-def test_settings_that_look_for_nan_or_compile_nothing_do_no_harm(setting):
-    with setting(True):
+@pytest.mark.parametrize("compiles", [True, False])
+def test_settings_that_look_for_nan_or_compile_nothing_do_no_harm(compiles):
+    with jax.debug_nans(True), jax.debug_infs(True), jax.disable_jit(not compiles):
         first = first_nonfinite(trace_operations(lambda x: jnp.sum(jnp.log(x)), -X))
     assert first.primitive == "log"
 
@@ -181,7 +178,7 @@ def test_a_loop_that_makes_no_step_has_no_entries():
     assert not select(trace_operations(fun, jnp.ones(3)), "tanh")
 
 
-@pytest.mark.parametrize("flags", [(1,), (0,), (1, 0, 1)])
+@pytest.mark.parametrize("flags", [(1,), (1, 0, 1)])
 def test_of_branches_only_those_that_ran_are_listed(flags):
     def fun(x, flags):
         def body(x, flag):
@@ -381,7 +378,7 @@ def test_a_sum_over_devices_is_traced():
     assert first.nonfinite == 3
 
 
-@pytest.mark.parametrize(("argnums", "count"), [(0, 1), (-2, 1), ((0, 1), 2)])
+@pytest.mark.parametrize(("argnums", "count"), [(-2, 1), ((0, 1), 2)])
 def test_a_loss_with_other_results_is_differentiated_by_argnums(argnums, count):
     def fun(w, x, scale):
         y = (x @ w) * scale
