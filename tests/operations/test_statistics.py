@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.compat import enable_x64
+from helpers.operations import rounded, select
 from optax_lossscale.diagnostics import trace_operations
 
 NAN, INF = math.nan, math.inf
@@ -22,8 +23,7 @@ def only(fun, x, name, **settings):
         return jnp.sum(jnp.real(result).astype(jnp.float32))
 
     operations = trace_operations(loss_fn, x, **settings)
-    found = (x for x in operations if x.primitive == name and not x.is_backward)
-    return next(found)
+    return select(operations, name)[0]
 
 
 def cast_to(dtype, numbers):
@@ -124,16 +124,13 @@ def mean_product(w, x):
     return jnp.mean(x @ w)
 
 
-def rounded(x):
-    return x.astype(np.float16).astype(np.float32)
-
-
 def test_the_numbers_of_a_product_are_those_of_numpy():
     """Forward and backward; the gradient of the loss by the product is 2**10 / 12."""
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4, 4)))
     operations = trace_operations(mean_product, w, x, loss_scale=2.0**10)
-    forward, backward = (x for x in operations if x.primitive == "dot_general")
+    forward = select(operations, "dot_general")[0]
+    backward = select(operations, "dot_general", is_backward=True)[0]
     cotangent = np.full((3, 4), 2.0**10 / 12, np.float32)
     for operation, low, exact in (
         (forward, rounded(rounded(x) @ rounded(w)), x @ w),
@@ -145,8 +142,6 @@ def test_the_numbers_of_a_product_are_those_of_numpy():
         largest = np.max(np.abs(exact))
         np.testing.assert_allclose(operation.float32_largest, largest, rtol=1e-5)
         assert operation.dtype == jnp.float16
-    assert not forward.is_backward
-    assert backward.is_backward
 
 
 @pytest.mark.parametrize(
@@ -162,15 +157,15 @@ def test_the_dtype_and_the_level_are_those_of_autocast(settings, product, expone
         return jnp.sum(jnp.exp(x @ w).astype(jnp.float32))
 
     operations = trace_operations(loss_fn, jnp.eye(3), jnp.ones((2, 3)), **settings)
-    dtypes = {x.primitive: x.dtype.name for x in operations if not x.is_backward}
-    assert (dtypes["dot_general"], dtypes["exp"]) == (product, exponential)
+    found = [select(operations, name)[0].dtype for name in ("dot_general", "exp")]
+    assert found == [product, exponential]
 
 
 def test_a_product_in_float8_is_compared_with_its_float32_operands():
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=(32, 32)).astype(np.float32) for _ in range(2))
     operations = trace_operations(mean_product, w, x, dtype=jnp.float8_e4m3fn)
-    forward = next(x for x in operations if x.primitive == "dot_general")
+    forward = select(operations, "dot_general")[0]
     # The steps of e4m3 are 1/8 of a number: roundings of up to 1/16.
     assert 1 / 100 < forward.error < 1 / 16
     np.testing.assert_allclose(

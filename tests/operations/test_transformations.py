@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7
+from helpers.operations import only, rounded, select
 from helpers.places import place_of
 from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 
@@ -23,17 +24,6 @@ W = RNG.uniform(0.5, 1.0, size=(4, 4)).astype(np.float32)
 two_devices = pytest.mark.skipif(
     jax.device_count() < 2, reason="needs two devices, as on CPU"
 )
-
-
-def select(operations, name, *, is_backward=False):
-    return [
-        x for x in operations if (x.primitive, x.is_backward) == (name, is_backward)
-    ]
-
-
-def only(operations, name, *, is_backward=False):
-    (operation,) = select(operations, name, is_backward=is_backward)
-    return operation
 
 
 def test_each_call_of_a_jitted_function_is_listed_by_its_line_and_scope():
@@ -79,10 +69,6 @@ def test_a_scan_has_one_entry_an_operation_with_the_worst_numbers(
     assert (operation.loop, operation.iteration) == (0, iteration)
     assert operation.nonfinite == operation.made_nonfinite == count
     assert operation.largest == largest
-
-
-def rounded(x):
-    return x.astype(np.float16).astype(np.float32)
 
 
 def test_a_scan_over_layers_is_the_worst_of_its_layers():
