@@ -190,7 +190,7 @@ def test_of_branches_only_those_that_ran_are_listed(flags):
 def test_no_operation_stands_twice_under_checkpoint(in_scan):
     def block(x, w):
         with jax.named_scope("block"):
-            return jnp.tanh(jnp.tanh(x @ w) @ w), None
+            return jnp.tanh(x @ w), None
 
     def keys(block):
         def fun(ws, x):
@@ -314,14 +314,15 @@ def over_sharded_jit(fun, mesh):
 
 
 @two_devices
+@pytest.mark.fast_every(2)  # Compiling for several devices takes long.
 @pytest.mark.filterwarnings("ignore:The function jit")  # With pmap, in JAX 0.7.
 @pytest.mark.parametrize(
     "shard",
     [
         over_shard_map,
         functools.partial(over_shard_map, check_vma=False),
-        over_pmap,
         over_sharded_jit,
+        over_pmap,
     ],
 )
 def test_of_several_devices_the_worst_counts(shard):
