@@ -190,7 +190,7 @@ def test_of_branches_only_those_that_ran_are_listed(flags):
 def test_no_operation_stands_twice_under_checkpoint(in_scan):
     def block(x, w):
         with jax.named_scope("block"):
-            return jnp.tanh(x @ w), None
+            return jnp.tanh(jnp.tanh(x @ w) @ w), None
 
     def keys(block):
         def fun(ws, x):
