@@ -15,6 +15,7 @@ from jax import lax
 
 import optax_lossscale as ols
 from helpers.under_autocast import W, X, assert_close, dot_loss, dtypes_of
+from optax_lossscale import diagnostics
 
 FLOAT8 = {"dtype": jnp.float8_e4m3fn}
 
@@ -64,10 +65,34 @@ def test_what_is_not_a_function_is_refused_with_the_fix(fun, text):
         ols.autocast(fun)
 
 
+@pytest.mark.parametrize(
+    ("decorate", "text"),
+    [
+        (ols.autocast(level="O2"), "Decorate a method of the class"),
+        (ols.low_precision, "Mark a method of a class, or an object"),
+        (ols.full_precision, "Mark a method of a class, or an object"),
+    ],
+)
 @pytest.mark.parametrize("kind", [nnx.Linear, eqx.nn.Linear])
-def test_a_class_is_refused_by_a_decorator_too(kind):
-    with pytest.raises(TypeError, match="Decorate a method of the class"):
-        ols.autocast(level="O2")(kind)
+def test_a_class_is_refused_by_every_decorator(kind, decorate, text):
+    with pytest.raises(TypeError, match=text):
+        decorate(kind)
+
+
+@pytest.mark.parametrize("fun", [3, None, X])
+@pytest.mark.parametrize(
+    "take",
+    [
+        ols.full_precision,
+        ols.low_precision,
+        ols.autocast_report,
+        diagnostics.trace_operations,
+        diagnostics.watch,
+    ],
+)
+def test_every_other_name_refuses_what_is_not_a_function(take, fun):
+    with pytest.raises(TypeError, match="`fun` must be a function, got "):
+        take(fun)
 
 
 # --- Decorators -------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Devices add up gradients of parameters in float32, however these are spread."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,11 @@ def normal(seed, *shape):
 
 def as_is(fun):
     return fun
+
+
+def assert_same_for(run, check=np.testing.assert_array_equal):
+    """`run(wrap)` gives the same under autocast as without."""
+    jax.tree.map(check, run(ols.autocast), run(as_is))
 
 
 def dense():
@@ -140,45 +147,39 @@ def test_gradients_on_a_mesh_of_two_explicit_axes_are_exact():
     assert actual.sharding == expected.sharding
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("is_over", [True, False])
-def test_gradients_in_shard_map_are_exact(is_over, check_vma):
-    def summed(wrap):
-        def loss(w, x):
-            return lax.psum(jnp.sum(x @ w), "data")
+def summed(w, x):
+    return lax.psum(jnp.sum(x @ w), "data")
 
-        def mapped(fun):
-            return jax.shard_map(
-                fun,
-                mesh=make_mesh(AxisType.Auto),
-                in_specs=(P(), P("data")),
-                out_specs=P(),
-                check_vma=check_vma,
-            )
 
-        fun = mapped(wrap(loss)) if is_over else wrap(mapped(loss))
+def over_shard_map(fun, check_vma=True):
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    mesh = make_mesh(AxisType.Auto)
+    return jax.shard_map(fun, mesh=mesh, check_vma=check_vma, **specs)
+
+
+def over_pmap(fun):
+    devices = jax.devices()[:DEVICES]
+    mapped = jax.pmap(fun, "data", in_axes=(None, 0), devices=devices)
+    return lambda w, x: mapped(w, x.reshape(DEVICES, ROWS, 8))[0]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [over_shard_map, functools.partial(over_shard_map, check_vma=False), over_pmap],
+)
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_gradients_in_functions_over_devices_are_exact(is_inside, over):
+    def run(wrap):
+        fun = over(wrap(summed)) if is_inside else wrap(over(summed))
         assert dtypes_of(fun, W, X) == ["float32" if wrap is as_is else "float16"]
-        return jax.jit(jax.grad(fun))(W, X)
+        gradient = jax.grad(fun)
+        return gradient(W, X) if over is over_pmap else jax.jit(gradient)(W, X)
 
-    np.testing.assert_array_equal(summed(ols.autocast), summed(as_is))
+    assert_same_for(run)
 
 
-@pytest.mark.parametrize("is_over", [True, False])
-def test_gradients_in_pmap_are_exact(is_over):
-    def summed(wrap):
-        def loss(w, x):
-            return lax.psum(jnp.sum(x @ w), "data")
-
-        def mapped(fun):
-            devices = jax.devices()[:DEVICES]
-            return jax.pmap(fun, "data", in_axes=(None, 0), devices=devices)
-
-        xs = X.reshape(DEVICES, ROWS, 8)
-        if is_over:
-            return mapped(jax.grad(wrap(loss)))(W, xs)
-        return jax.grad(lambda w: wrap(mapped(loss))(w, xs)[0])(W)
-
-    np.testing.assert_array_equal(summed(ols.autocast), summed(as_is))
+def test_a_gradient_that_pmap_takes_is_exact():
+    assert_same_for(lambda wrap: over_pmap(jax.grad(wrap(summed)))(W, X))
 
 
 def test_vmap_over_an_axis_of_a_mesh_splits_the_batch():
@@ -211,7 +212,6 @@ def test_axes_of_an_explicit_mesh_can_be_automatic_inside():
 
 
 def test_a_scan_inside_shard_map_can_be_differentiated_from_inside_and_outside():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     x, ws = normal(0, 4, 3), normal(1, 2, 3, 3)
 
     def loss(x, ws):
@@ -219,27 +219,23 @@ def test_a_scan_inside_shard_map_can_be_differentiated_from_inside_and_outside()
         return lax.pmean(jnp.sum(result), "data")
 
     def over_devices(fun, out_specs):
-        return jax.shard_map(
-            fun, mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs
-        )
+        specs = {"in_specs": (P("data"), P()), "out_specs": out_specs}
+        return jax.shard_map(fun, mesh=make_mesh(AxisType.Auto), **specs)
 
-    def gradients(cast):
-        outside = jax.grad(cast(over_devices(loss, P())))(x, ws)
-        inside = over_devices(jax.grad(cast(loss)), P("data"))(x, ws)
-        return outside, inside
+    def gradients(wrap):
+        outside = jax.grad(wrap(over_devices(loss, P())))
+        inside = over_devices(jax.grad(wrap(loss)), P("data"))
+        return jax.jit(outside)(x, ws), jax.jit(inside)(x, ws)
 
-    for low, exact in zip(gradients(ols.autocast), gradients(as_is), strict=True):
-        assert_close(low, exact)
+    assert_same_for(gradients, check=assert_close)
 
 
 def test_a_convolution_with_a_constant_kernel_runs_inside_shard_map():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-
     def convolve(x):
         return lax.conv(x, jnp.ones((2, 3, 3, 3)), (1, 1), "SAME")
 
     x = integers(4, 3, 6, 6)
-    spread = jax.shard_map(
-        ols.autocast(convolve), mesh=mesh, in_specs=P("data"), out_specs=P("data")
-    )
-    assert_close(spread(x), convolve(x))
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    mesh = make_mesh(AxisType.Auto)
+    spread = jax.shard_map(ols.autocast(convolve), mesh=mesh, **specs)
+    assert_close(jax.jit(spread)(x), convolve(x))

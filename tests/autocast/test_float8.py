@@ -4,13 +4,13 @@ Expected values come from a reference in NumPy: float8 numbers of `ml_dtypes`, p
 in float64.
 """
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +58,10 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
+dot_in_float8 = to_float8(dot)
+jitted = jax.jit(dot_in_float8)
+
+
 def in_float8(fun, *args):
     """The float8 dtypes of the factors of each product that has them."""
     products = [e.params.get("product") for e in products_of(fun, *args)]
@@ -65,21 +69,21 @@ def in_float8(fun, *args):
     return [tuple(map(str, dtypes)) for dtypes in found if dtypes is not None]
 
 
-def assert_near(found, exact):
-    """Equal up to the rounding of float8, which has three or four digits."""
-    assert found.shape == exact.shape
-    error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
-    assert 1e-3 < error < 0.2
-
-
 VALUES, WITH_COTANGENT = ("float8_e4m3fn",) * 2, ("float8_e5m2", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("size", [0.0, 1.0, 2.0**-100, 2.0**100, 1e-30, 1e37])
 def test_a_product_is_that_of_the_scaled_and_rounded_factors(size):
-    x, fun = X * jnp.float32(size), to_float8(dot)
-    for result in (fun(W, x), jax.jit(fun)(W, x)):
-        np.testing.assert_array_equal(result, product(x, W))
+    x = X * jnp.float32(size)
+    np.testing.assert_array_equal(jitted(W, x), product(x, W))
+
+
+@pytest.mark.parametrize(
+    "mode", [contextlib.nullcontext(), enable_x64(True), jax.disable_jit()]
+)
+def test_float8_products_are_the_same_in_any_mode(mode):
+    with mode:
+        np.testing.assert_array_equal(dot_in_float8(W, X), product(X, W))
 
 
 @given(
@@ -89,13 +93,13 @@ def test_powers_of_two_and_the_ends_of_the_range_are_scaled_exactly(i, j, larges
     x = jnp.asarray(np.ldexp(np.float32(largest), i - RNG.integers(0, 5, X.shape)))
     w = jnp.asarray(np.ldexp(np.float32(1.75), j - RNG.integers(0, 5, W.shape)))
     x, w = x.at[0, 0].set(np.ldexp(np.float32(largest), i)), w.astype(jnp.float32)
-    result = to_float8(dot)(w, x)
+    result = jitted(w, x)
     np.testing.assert_array_equal(result, product(x, w))
     assert np.isfinite(result).all()
 
 
 def test_the_result_is_rounded_to_the_other_dtype():
-    fun = to_float8(dot, otherwise=jnp.float16)
+    fun = jax.jit(to_float8(dot, otherwise=jnp.float16))
     np.testing.assert_array_equal(fun(W, X), product(X, W, low=np.float16))
     # Its sum of scaled factors alone would be beyond the range of float16.
     assert jnp.isfinite(fun(W, 100 * jnp.ones_like(X))).all()
@@ -103,8 +107,12 @@ def test_the_result_is_rounded_to_the_other_dtype():
 
 def test_gradients_are_products_with_cotangents_in_e5m2():
     cotangent = jnp.asarray(RNG.normal(size=(16, 48)) * 1e-6, jnp.bfloat16)
-    _, pullback = jax.vjp(to_float8(dot), W, X)
-    for_w, for_x = pullback(cotangent.astype(jnp.float32))
+
+    @jax.jit
+    def gradients(cotangent):
+        return jax.vjp(dot_in_float8, W, X)[1](cotangent)
+
+    for_w, for_x = gradients(cotangent.astype(jnp.float32))
     expected = product(cotangent.T, X, (E5M2, E4M3), result=np.float32).T
     np.testing.assert_allclose(for_w, expected, rtol=1e-6)
     expected = product(cotangent, W.T, (E5M2, E4M3), result=np.float32)
@@ -118,6 +126,12 @@ def test_all_three_products_of_a_layer_are_in_float8_and_a_weight_gradient_in_fl
     assert in_float8(grad, W, X) == expected
     results = [str(e.outvars[0].aval.dtype) for e in products_of(grad, W, X)]
     assert results == ["bfloat16"] * 2 + ["float32"] * 3
+    casts = [
+        str(e.invars[0].aval.dtype)
+        for e in equations_of(jax.make_jaxpr(grad)(W, X))
+        if e.primitive.name == "convert_element_type"
+    ]
+    assert set(casts) <= {"float32", "bfloat16"}  # No float8 number is cast up.
 
 
 def test_no_product_of_a_second_derivative_has_two_factors_in_e5m2():
@@ -126,30 +140,19 @@ def test_no_product_of_a_second_derivative_has_two_factors_in_e5m2():
         assert found in (VALUES, WITH_COTANGENT, WITH_COTANGENT[::-1])
 
 
-def test_no_operation_casts_float8_numbers_up():
-    grad = jax.grad(to_float8(loss))
-    for equation in equations_of(jax.make_jaxpr(grad)(W, X)):
-        dtypes = [str(getattr(x.aval, "dtype", "")) for x in equation.invars]
-        is_cast = equation.primitive.name == "convert_element_type"
-        assert not (is_cast and dtypes[0].startswith("float8"))
-
-
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_a_number_that_is_not_finite_spoils_its_own_row_only(bad):
     x = X.at[3, 5].set(bad)
-    result = to_float8(dot)(W, x)
+    result = jitted(W, x)
     assert jnp.isnan(result[3]).all()
     expected = product(x.at[3, 5].set(0), W)
     np.testing.assert_array_equal(np.delete(result, 3, 0), np.delete(expected, 3, 0))
 
 
-def test_loss_scaling_skips_the_step_of_a_batch_that_is_not_finite():
-    tx = ols.loss_scaled(optax.sgd(0.1))
-    state = tx.init(W)
-    grads = ols.scaled_grad(to_float8(loss), state)(W, X.at[0, 0].set(jnp.inf))
-    updates, state = tx.update(grads, state, W)
-    np.testing.assert_array_equal(updates, jnp.zeros_like(W))
-    assert ols.loss_scale_metrics(state)["total_notfinite"] == 1
+def test_gradients_of_a_batch_that_is_not_finite_are_not_finite():
+    """So loss scaling skips the step."""
+    grads = jax.jit(jax.grad(to_float8(loss)))(W, X.at[0, 0].set(jnp.inf))
+    assert not ols.all_finite(grads)
 
 
 # --- Which products ---------------------------------------------------------------
@@ -179,13 +182,12 @@ def test_the_report_says_why_a_product_is_not_in_float8(capsys, reason):
 
 
 def test_the_report_says_that_a_product_is_in_float8(capsys):
-    ols.autocast_report(to_float8(dot), W, X)
+    ols.autocast_report(dot_in_float8, W, X)
     assert "float8_e4m3fn  16x32 * 32x48" in capsys.readouterr().out
 
 
 MATRICES = {
     "the left factor": lambda w, x: w.T @ jnp.tanh(x).T,
-    "of matrices": lambda w, x: jnp.tanh(x) @ w,
     "of heads": lambda w, x: jnp.einsum("mk,khn->mhn", x, w.reshape(32, 3, 16)),
     "under vmap": lambda w, x: jax.vmap(lambda x: jnp.tanh(x) @ w)(x),
 }
@@ -196,23 +198,11 @@ def test_a_product_of_two_matrices_is_in_float8(fun):
     def total(w, x):
         return sum(jnp.sum(result**2) for result in jax.tree.leaves(fun(w, x)))
 
-    assert in_float8(to_float8(total), W, X) == [VALUES]
     grad = jax.grad(to_float8(total))
-    assert in_float8(grad, W, X).count(WITH_COTANGENT) == 1
-    assert_near(grad(W, X), jax.grad(total)(W, X))
-
-
-def test_level_o0_and_what_is_marked_are_left_alone():
-    def scoped(w, x):
-        with jax.named_scope("layer"):
-            return loss(w, x)
-
-    for fun in (
-        to_float8(loss, level="O0"),
-        to_float8(ols.full_precision(loss)),
-        to_float8(scoped, high=["layer"]),
-    ):
-        assert dtypes_of(fun, W, X) == ["float32"]
+    assert in_float8(grad, W, X) == [VALUES, WITH_COTANGENT]
+    found, exact = (jax.jit(fun)(W, X) for fun in (grad, jax.grad(total)))
+    error = jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+    assert 1e-3 < error < 0.2  # The rounding of float8, of three or four digits.
 
 
 def test_products_of_a_rule_of_the_user_are_in_the_other_dtype_backward():
@@ -227,31 +217,25 @@ def test_products_of_a_rule_of_the_user_are_in_the_other_dtype_backward():
 
 def test_under_vmap_the_batch_has_one_scale():
     xs = jnp.stack([X, 100 * X])
-    result = jax.vmap(to_float8(dot), (None, 0))(W, xs)
+    result = jax.jit(jax.vmap(dot_in_float8, (None, 0)))(W, xs)
     flat = product(xs.reshape(32, 32), W)
     np.testing.assert_array_equal(result, flat.reshape(2, 16, 48))
 
 
-@pytest.mark.parametrize("fun", [dot, lambda w, x: jnp.tanh(x @ w) @ jnp.tanh(w.T)])
-def test_no_more_is_saved_for_the_backward_pass_than_in_bfloat16(fun):
+def test_no_more_is_saved_for_the_backward_pass_than_in_bfloat16():
     def saved(dtype):
-        _, pullback = jax.vjp(ols.autocast(fun, dtype), W, X)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(pullback))
+        fun = ols.autocast(lambda w, x: jnp.tanh(x @ w) @ jnp.tanh(w.T), dtype)
+        pullback = jax.eval_shape(lambda: jax.vjp(fun, W, X)[1])
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
 
     assert saved(jnp.float8_e4m3fn) <= saved(jnp.bfloat16)
-
-
-@pytest.mark.parametrize("mode", [enable_x64(True), jax.disable_jit()])
-def test_float8_products_are_the_same_with_64_bits_and_without_jit(mode):
-    with mode:
-        np.testing.assert_array_equal(to_float8(dot)(W, X), product(X, W))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_scales_its_own_part(check_vma):
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
-    fun = jax.shard_map(to_float8(dot), mesh=mesh, **specs)
+    fun = jax.shard_map(dot_in_float8, mesh=mesh, **specs)
     x = jnp.concatenate([X, 1000 * X])
     expected = np.concatenate([product(X, W), product(1000 * X, W)])
     np.testing.assert_array_equal(jax.jit(fun)(W, x), expected)
@@ -267,4 +251,5 @@ def test_devices_sum_gradients_in_float32():
     sent = list(sent_arrays(compiled.as_text()))
     gradients = [x.dtype for x in sent if not x.is_gather and x.elements == w.size]
     assert gradients == ["f32"]
-    np.testing.assert_allclose(gradient(w, x), gradient(*map(np.asarray, (w, x))))
+    on_one_device = jax.jit(jax.grad(to_float8(loss)))(*map(np.asarray, (w, x)))
+    np.testing.assert_allclose(compiled(w, x), on_one_device)

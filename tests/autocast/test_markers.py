@@ -52,19 +52,6 @@ def test_a_name_that_merely_reads_like_the_mark_is_not_one(name):
     assert dtypes_of(ols.autocast(jax.named_scope(name)(product)), X) == ["float16"]
 
 
-@pytest.mark.parametrize("mark", [ols.low_precision, ols.full_precision])
-@pytest.mark.parametrize(
-    ("fun", "text"),
-    [
-        (3, "`fun` must be a function, got 3"),
-        (dict, "Mark a method of a class, or an object"),
-    ],
-)
-def test_what_is_not_a_function_is_refused(mark, fun, text):
-    with pytest.raises(TypeError, match=text):
-        mark(fun)
-
-
 # --- low_precision: what is an input ----------------------------------------------
 
 

@@ -39,8 +39,9 @@ WAYS = {
     "a keyword argument": lambda model, wrap: wrap(mean_square)(x=ROWS, model=model),
 }
 AROUND = {
-    "jit": lambda way: lambda model: nnx.jit(lambda m: [way(m), way(m)])(model),
-    "jit of gradient": lambda way: nnx.jit(nnx.value_and_grad(way)),
+    "jit of gradient": lambda way: nnx.jit(
+        nnx.value_and_grad(lambda model: way(model) + way(model))
+    ),
     "remat": lambda way: lambda model: nnx.remat(way)(model),
     "cond": lambda way: lambda model: nnx.cond(True, way, way, model),
 }

@@ -35,37 +35,13 @@ def convolution(dims="NHWC", kernel="HWIO", strides=(1, 1), padding="SAME", **se
 
 
 SIZES = jnp.array([40, 0, 24])
+WEIGHT, DATA = (8, 5), (64, 8)
 IMAGE, KERNEL = (8, 6, 6, 4), (3, 3, 4, 6)
-OPERATIONS = {
-    "matrix": (lambda w, x: x @ w, (8, 5), (64, 8)),
-    "vector": (lambda w, x: x @ w, (8,), (64, 8)),
-    "batch axes inside": (einsum("igo,bgi->bog"), (8, 2, 5), (64, 2, 8)),
-    "convolution": (convolution(), KERNEL, IMAGE),
-    "strided and dilated": (
-        convolution(strides=(2, 1), padding="VALID", rhs_dilation=(1, 2)),
-        KERNEL,
-        IMAGE,
-    ),
-    "transposed convolution": (
-        lambda w, x: lax.conv_transpose(x, w, (2, 2), "SAME"),
-        KERNEL,
-        IMAGE,
-    ),
-    "grouped convolution": (convolution(feature_group_count=2), (3, 3, 2, 6), IMAGE),
-    "batch groups": (convolution(batch_group_count=2), (3, 3, 4, 6), IMAGE),
-    "one axis": (convolution("NWC", "WIO", (1,)), (3, 4, 6), (8, 20, 4)),
-    "channels first": (convolution("NCHW", "OIHW"), (6, 4, 3, 3), (8, 4, 6, 6)),
-    "experts": (lambda w, x: lax.ragged_dot(x, w, SIZES), (3, 8, 5), (64, 8)),
-}
+W, X = integers(*WEIGHT), integers(*DATA)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_the_gradients_of_both_factors_of_a_product_are_exact(name):
-    fun, *shapes = OPERATIONS[name]
-    assert_exact(jax.jit(fun), *(integers(*shape) for shape in shapes))
-
-
-W, X = integers(8, 5), integers(64, 8)
+def product(w, x):
+    return x @ w
 
 
 def with_scan_over_time(w, x):
@@ -81,33 +57,61 @@ def with_cond(w, x):
     return lax.cond(jnp.sum(x) < 1e9, lambda w: x @ w, lambda w: x @ -w, w)
 
 
-PROGRAMS = {
-    "jit": (jax.jit(lambda w, x: x @ w), (8, 5)),
-    "checkpoint": (jax.checkpoint(lambda w, x: x @ w), (8, 5)),
-    "a scan that reads the weight at each step": (with_scan_over_time, (8, 5)),
-    "a scan over layers": (with_scan_over_layers, (3, 8, 4)),
-    "a branch": (with_cond, (8, 5)),
-    "a rule for tangents": (own_tangent, (8, 5)),
-    "vmap over data": (jax.vmap(lambda w, x: x @ w, (None, 0)), (8, 5)),
-    "vmap over weights": (jax.vmap(lambda w, x: x @ w, (0, None)), (2, 8, 5)),
-    "a weight that is read twice": (lambda w, x: x @ w + 2.0 * (x @ w), (8, 5)),
+# With the shapes of both factors.
+PRODUCTS = {
+    "matrix": (product, WEIGHT, DATA),
+    "vector": (product, (8,), DATA),
+    "a batch of batches": (product, WEIGHT, (2, 4, 8, 8)),
+    "batch axes inside": (einsum("igo,bgi->bog"), (8, 2, 5), (64, 2, 8)),
+    "convolution": (convolution(), KERNEL, IMAGE),
+    "channels first, strided and dilated": (
+        convolution("NCHW", "OIHW", (2, 1), padding="VALID", rhs_dilation=(1, 2)),
+        (6, 4, 3, 3),
+        (8, 4, 6, 6),
+    ),
+    "transposed convolution": (
+        lambda w, x: lax.conv_transpose(x, w, (2, 2), "SAME"),
+        KERNEL,
+        IMAGE,
+    ),
+    "grouped convolution": (convolution(feature_group_count=2), (3, 3, 2, 6), IMAGE),
+    "batch groups": (convolution(batch_group_count=2), (3, 3, 4, 6), IMAGE),
+    "experts": (lambda w, x: lax.ragged_dot(x, w, SIZES), (3, 8, 5), DATA),
+    "jit": (jax.jit(product), WEIGHT, DATA),
+    "checkpoint": (jax.checkpoint(product), WEIGHT, DATA),
+    "a scan that reads the weight at each step": (with_scan_over_time, WEIGHT, DATA),
+    "a scan over layers": (with_scan_over_layers, (3, 8, 4), DATA),
+    "a branch": (with_cond, WEIGHT, DATA),
+    "a rule for tangents": (own_tangent, WEIGHT, DATA),
+    "vmap over data": (jax.vmap(product, (None, 0)), WEIGHT, DATA),
+    "vmap over weights": (jax.vmap(product, (0, None)), (2, 8, 5), DATA),
+    "a weight that is read twice": (
+        lambda w, x: x @ w + 2.0 * (x @ w),
+        WEIGHT,
+        DATA,
+    ),
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_gradient_of_a_weight_is_exact_inside(name):
-    fun, shape = PROGRAMS[name]
-    assert_exact(jax.jit(fun), integers(*shape), X)
+def assert_named_exact(name, **settings):
+    fun, *shapes = PRODUCTS[name]
+    assert_exact(fun, *(integers(*shape) for shape in shapes), **settings)
 
 
-def test_without_recompute_the_gradient_of_a_scan_is_exact_too():
-    cast = functools.partial(ols.autocast, recompute=False)
-    assert_exact(jax.jit(with_scan_over_layers), integers(3, 8, 4), X, wrap=cast)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradients_of_both_factors_are_exact(name):
+    assert_named_exact(name)
 
 
-def test_the_gradient_of_a_weight_is_exact_for_a_batch_of_batches_in_bfloat16():
-    cast = functools.partial(ols.autocast, dtype=jnp.bfloat16)
-    assert_exact(lambda w, x: x @ w, W, integers(2, 4, 8, 8), wrap=cast)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("a scan over layers", {"recompute": False}),
+        ("a batch of batches", {"dtype": jnp.bfloat16}),
+    ],
+)
+def test_gradients_are_exact_with_other_settings(name, settings):
+    assert_named_exact(name, wrap=functools.partial(ols.autocast, **settings))
 
 
 def test_every_product_forward_and_backward_is_low_with_a_float32_gradient():
@@ -139,11 +143,7 @@ def by_grad_of_grad(fun, w, x, cotangent):
     def grad_of_data(w):
         return jax.vjp(lambda x: fun(w, x), x)[1](cotangent)[0]
 
-    return jax.vjp(grad_of_data, w)[1](integers_like(x))
-
-
-def integers_like(x):
-    return jnp.asarray(np.arange(x.size).reshape(x.shape) % 97 - 48.0, jnp.float32)
+    return jax.vjp(grad_of_data, w)[1](integers(*x.shape, largest=48))
 
 
 def by_forward_over_reverse(fun, w, x, cotangent):
@@ -152,14 +152,13 @@ def by_forward_over_reverse(fun, w, x, cotangent):
     def grad_of_weight(x):
         return jax.vjp(fun, w, x)[1](cotangent)[0]
 
-    return jax.jvp(grad_of_weight, (x,), (integers_like(x),))[1]
+    return jax.jvp(grad_of_weight, (x,), (integers(*x.shape, largest=48),))[1]
 
 
 @pytest.mark.parametrize("run", [by_vmap_over_both, by_forward_over_reverse])
 @pytest.mark.parametrize("name", ["batch axes inside", "batch groups"])
 def test_gradients_are_exact_under_every_transformation(name, run):
-    fun, *shapes = OPERATIONS[name]
-    assert_exact(fun, *(integers(*shape) for shape in shapes), run=run)
+    assert_named_exact(name, run=run)
 
 
 def test_the_hessian_is_that_of_float32():
@@ -168,7 +167,7 @@ def test_the_hessian_is_that_of_float32():
 
     # The loss is a square, so its Hessian is twice the sum of the outer products.
     w, x = integers(4, 1, largest=3), integers(256, 4, largest=20)
-    actual = jax.hessian(ols.autocast(fun))(w, x)
+    actual = jax.jit(jax.hessian(ols.autocast(fun)))(w, x)
     np.testing.assert_array_equal(actual[:, 0, :, 0], 2 * x.T @ x)
 
 
@@ -185,7 +184,7 @@ def test_exported_gradients_are_products_of_float16_with_float32_results(platfor
 @pytest.mark.parametrize(("platform", "dtype"), [("tpu", "f32"), ("cuda", "f16")])
 def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, dtype):
     """With a float32 result XLA for GPUs would multiply float32 copies."""
-    fun, *shapes = OPERATIONS["convolution"]
+    fun, *shapes = PRODUCTS["convolution"]
     args = [integers(*shape) for shape in shapes]
     grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(fun(w, x))))))
     text = export.export(grad, platforms=[platform])(*args).mlir_module()
@@ -196,6 +195,6 @@ def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, 
 
 def test_a_gradient_of_a_gradient_is_right_but_rounded():
     """It is a derivative by the low copy of a factor, which the first one reads."""
-    fun, args = OPERATIONS["matrix"][0], (W, X, integers(64, 5))
-    actual = by_grad_of_grad(ols.autocast(fun), *args)
-    assert_close(actual, by_grad_of_grad(fun, *args), 1e-3)
+    args = W, X, integers(64, 5)
+    actual = by_grad_of_grad(ols.autocast(product), *args)
+    assert_close(actual, by_grad_of_grad(product, *args), 1e-3)

@@ -246,9 +246,3 @@ def test_products_of_a_library_stand_where_it_is_called(capsys):
     rows = reports(capsys, jax.jit(caller), X)
     line = caller.__code__.co_firstlineno + 1
     assert all(f"test_which_products.py:{line} " in row["where"] for row in rows)
-
-
-@pytest.mark.parametrize("fun", [3, None, X])
-def test_the_report_refuses_what_is_not_a_function(fun):
-    with pytest.raises(TypeError, match="`fun` must be a function, got "):
-        ols.autocast_report(fun, X)

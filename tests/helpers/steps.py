@@ -4,6 +4,7 @@ import jax
 import optax
 import pytest
 
+import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 
 eager_and_jitted = pytest.mark.parametrize(
@@ -37,6 +38,14 @@ def assert_skipped(params, before, updates, after):
     assert not after.loss_scale_state.last_finite
     total = before.loss_scale_state.total_notfinite + 1
     assert after.loss_scale_state.total_notfinite == total
+
+
+def assert_nothing_but_the_scale_changed(new, old):
+    """Checks two pairs of parameters, or of whatever was protected, and a state."""
+    (new, new_state), (old, old_state) = new, old
+    assert_same_bits(new, old)
+    assert_same_bits(new_state.inner_state, old_state.inner_state)
+    assert ols.get_loss_scale(new_state) == ols.get_loss_scale(old_state) / 2
 
 
 def recorder(seen):

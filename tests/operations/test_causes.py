@@ -91,21 +91,6 @@ def test_a_slope_at_zero_is_found_in_the_backward_pass():
     assert (first.primitive, first.cause) == ("div", "An operand was zero.")
 
 
-def test_an_overflow_of_the_loss_scale_alone_says_how_much_lower_it_fits(capsys):
-    """The cotangent of the product is 2**18 / 2, which is twice 65536."""
-    loss_fn = lambda w, x: jnp.mean(x @ w)  # noqa: E731
-    args = jnp.ones((3, 2)), X
-    operations = trace_operations(loss_fn, *args, loss_scale=2.0**18)
-    first = first_nonfinite(operations)
-    assert first.is_backward
-    assert first.overflows_only_scaled
-    assert first.float32_largest == 2.0**17
-    print_operation_report(operations, limit=1)
-    text = capsys.readouterr().out
-    assert "Only the loss scale makes it overflow: with a scale lower by 2**2" in text
-    assert first_nonfinite(trace_operations(loss_fn, *args, loss_scale=2.0**16)) is None
-
-
 def test_nonfinite_arguments_are_received():
     operations = trace_operations(
         lambda x: jnp.sum(jnp.log(x)), X.at[0, 0].set(jnp.inf)

@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 
 from helpers.modules import FRAMEWORKS
+from helpers.operations import rounded as as_float16
 from helpers.places import place_of
-from optax_lossscale.diagnostics import first_nonfinite, trace_operations
+from optax_lossscale.diagnostics import (
+    first_nonfinite,
+    print_operation_report,
+    trace_operations,
+)
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.uniform(0.5, 1.0, size=(3, 4)), jnp.float32)
 HALF_MAX = 65504.0
-ONES = [jnp.eye(4)] * 3
-SECOND_OVERFLOWS = [jnp.eye(4) * factor for factor in (300.0, 300.0, 1e-4)]
+ONES = [jnp.eye(4)] * 2
+SECOND_OVERFLOWS = [300 * jnp.eye(4)] * 2
 
 
 def loss_with(head):
-    """Three layers, and a head that is given."""
+    """Layers, and a head that is given."""
 
     def loss_fn(kernels, x):
         for i, kernel in enumerate(kernels):
@@ -71,19 +76,37 @@ def assert_named(operation, primitives, where, scope, is_backward=False):
     assert (operation.where, operation.scope) == (where, scope)
 
 
+def assert_beyond_float16(operation, largest, count):
+    """Its result in float32 is of this size, and so many entries are infinite."""
+    assert operation.dtype == jnp.float16
+    assert sorted(operation.shape) == [3, 4]  # Equinox's is transposed.
+    assert operation.nonfinite == operation.made_nonfinite == count
+    assert operation.largest == operation.error == math.inf
+    bits = math.log2(HALF_MAX) - np.log2(np.float64(largest))
+    np.testing.assert_allclose(operation.headroom_bits, bits, rtol=1e-2)
+    bits = math.log2(HALF_MAX) - math.log2(operation.float32_largest)
+    np.testing.assert_allclose(operation.headroom_bits, bits)
+    assert not operation.overflows_only_scaled
+
+
 @pytest.mark.parametrize(
-    ("head", "primitives", "is_backward", "settings"),
+    ("head", "primitives", "is_backward", "settings", "largest"),
     [
-        (softmax, ["exp"], False, {"level": "O2"}),
-        (square, ["square", "integer_pow"], False, {"loss_scale": 256.0}),
-        (large_slope, ["mul"], True, {"loss_scale": 2.0}),
+        (softmax, ["exp"], False, {"level": "O2"}, np.exp(40 * np.max(X))),
+        (
+            square,
+            ["square", "integer_pow"],
+            False,
+            {"loss_scale": 256.0},
+            1e6 * np.max(X) ** 2,
+        ),
+        (large_slope, ["mul"], True, {"loss_scale": 2.0}, 360_000),
     ],
 )
-def test_a_planted_overflow_is_named(head, primitives, is_backward, settings):
+def test_a_planted_overflow_is_named(head, primitives, is_backward, settings, largest):
     first = first_nonfinite(trace(loss_with(head), **settings))
     assert_named(first, primitives, place_of(head, "fault"), "head", is_backward)
-    assert not first.overflows_only_scaled
-    assert first.nonfinite == first.made_nonfinite
+    assert_beyond_float16(first, largest, count=12)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
@@ -94,8 +117,10 @@ def test_faults_in_layers_of_a_framework_are_named_forward_and_backward(framewor
     line = place_of(framework.net.__call__, "layer")
     first = first_nonfinite(trace(loss_fn, framework.make(SECOND_OVERFLOWS)))
     assert_named(first, ["dot_general"], line, framework.scope.format(1))
+    count = int(jnp.sum(X * 9e4 > HALF_MAX))
+    assert_beyond_float16(first, 9e4 * jnp.max(X), count)
     first = first_nonfinite(trace(loss_fn, framework.make(ONES), loss_scale=2.0**20))
-    scope = framework.scope.format(2)
+    scope = framework.scope.format(1)
     assert_named(first, ["convert_element_type"], line, scope, is_backward=True)
 
 
@@ -103,7 +128,7 @@ def test_the_product_whose_gradient_is_flushed_is_named():
     loss_fn = loss_with(flushed)
     worst = max(trace(loss_fn), key=lambda x: x.underflow)
     line = place_of(loss_fn, "layer")
-    assert_named(worst, ["convert_element_type"], line, "layer2", is_backward=True)
+    assert_named(worst, ["convert_element_type"], line, "layer1", is_backward=True)
     assert worst.underflow == worst.error == 1.0
     np.testing.assert_allclose(worst.float32_largest, 1e-8 / 12, rtol=1e-3)
     # A loss scale brings the gradient back.
@@ -114,43 +139,22 @@ def test_the_product_with_the_largest_error_is_named():
     operations = trace(loss_with(rounded), loss_scale=2.0**15)
     worst = max(operations, key=lambda x: x.error)
     assert_named(worst, ["dot_general"], place_of(rounded, "fault"), "head")
-    half = np.asarray(500 + X, np.float16).astype(np.float32)
-    exact, cast = (np.diff(x[:, :3]) for x in (np.asarray(500 + X), half))
+    exact, cast = (np.diff(x[:, :3]) for x in (500 + X, as_float16(500 + X)))
     error = np.linalg.norm(cast - exact) / np.linalg.norm(exact)
     np.testing.assert_allclose(worst.error, error, rtol=1e-2)
 
 
-def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart():
+def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(capsys):
     """The cotangent of the mean is the scale / 12, and is cast for the product."""
     loss_fn, scale = loss_with(jnp.mean), 2.0**20
-    first = first_nonfinite(trace(loss_fn, loss_scale=scale))
+    operations = trace(loss_fn, loss_scale=scale)
+    first = first_nonfinite(operations)
     assert first.overflows_only_scaled
+    np.testing.assert_allclose(first.float32_largest, scale / 12, rtol=1e-6)
     bits = math.log2(HALF_MAX) - math.log2(scale / 12)
     np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-3)
     np.testing.assert_allclose(first.unscaled_headroom_bits, bits + 20, rtol=1e-3)
-    assert first_nonfinite(trace(loss_fn, loss_scale=2.0**15)) is None
-
-
-def test_the_numbers_of_an_overflowing_product():
-    first = first_nonfinite(trace(loss_with(jnp.mean), SECOND_OVERFLOWS))
-    assert first.dtype == jnp.float16
-    assert first.nonfinite == int(jnp.sum(X * 9e4 > HALF_MAX))
-    assert first.shape == (3, 4)
-    assert first.largest == first.error == math.inf
-    np.testing.assert_allclose(first.float32_largest, 9e4 * jnp.max(X), rtol=2e-2)
-    bits = math.log2(HALF_MAX) - math.log2(first.float32_largest)
-    np.testing.assert_allclose(first.headroom_bits, bits)
-
-
-def test_the_numbers_of_operations_that_the_function_casts_itself():
-    """An exponential at O2, and a product of halves in the backward pass."""
-    first = first_nonfinite(trace(loss_with(softmax), level="O2"))
-    # All entries of `X` are at least 0.5, so all 12 overflow.
-    assert first.nonfinite == 12
-    bits = math.log2(HALF_MAX) - 40 * float(jnp.max(X)) * math.log2(math.e)
-    np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-2)
-    operations = trace(loss_with(large_slope))
-    assert not any(x.nonfinite for x in operations if not x.is_backward)
-    # The derivative of the loss by `x` is 600 * 600 / 2.
-    first = first_nonfinite(operations)
-    np.testing.assert_allclose(first.float32_largest, 180_000, rtol=1e-3)
+    print_operation_report(operations, limit=1)
+    text = capsys.readouterr().out
+    assert "Only the loss scale makes it overflow: with a scale lower by 2**1" in text
+    assert first_nonfinite(trace(loss_fn, loss_scale=scale / 2)) is None

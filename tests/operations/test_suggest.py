@@ -13,6 +13,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.modules import FRAMEWORKS
 from helpers.places import place_of
+from helpers.under_autocast import dtypes_of
 from optax_lossscale.diagnostics import suggest_full_precision, trace_operations
 
 RNG = np.random.default_rng(0)
@@ -39,12 +40,13 @@ def scoped_loss(weights, x):
 
 def error_of(loss_fn, params, **settings):
     """The error of the gradient under autocast, relative to that in float32."""
-    exact = jax.grad(loss_fn)(params, X)
     cast = ols.autocast(loss_fn, **settings)
-    grads = jax.grad(lambda params: SCALE * cast(params, X))(params)
     exact, grads = (
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-        for tree in (exact, jax.tree.map(lambda x: x / SCALE, grads))
+        np.concatenate([np.ravel(x) for x in jax.jit(jax.grad(fun))(params)])
+        for fun in (
+            lambda params: SCALE * loss_fn(params, X),
+            lambda params: SCALE * cast(params, X),
+        )
     )
     return np.linalg.norm(grads - exact) / np.linalg.norm(exact)
 
@@ -81,7 +83,8 @@ def test_without_scopes_lines_are_suggested():
 
     names = suggest_full_precision(trace(loss_fn, KERNELS, X))
     assert names == [place_of(loss_fn, name) for name in ("too large", "too small")]
-    assert error_of(loss_fn, KERNELS, high=names) < 0.01
+    mended = ols.autocast(loss_fn, high=names)
+    assert dtypes_of(mended, KERNELS, X) == ["float16", "float32", "float32"]
 
 
 def test_a_scope_around_a_loop_is_suggested():
@@ -95,25 +98,29 @@ def test_a_scope_around_a_loop_is_suggested():
 
     names = suggest_full_precision(trace(loss_fn, [1e5 * jnp.eye(4)], X))
     assert names == ["loop/"]
-    ols.autocast(loss_fn, high=names)([1e5 * jnp.eye(4)], X)
+    cast = ols.autocast(loss_fn, high=names)
+    assert dtypes_of(cast, [1e5 * jnp.eye(4)], X) == ["float32"]
 
 
+# Each case compiles three programs; test_planted_faults.py names layers of all three.
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
 def test_modules_are_suggested_by_their_paths(framework):
     def loss_fn(params, x):
         return jnp.mean(framework.call(params, x))
 
-    params = framework.make(KERNELS)
+    params = framework.make(KERNELS[:3])
     names = suggest_full_precision(trace(loss_fn, params, X))
     assert names == [framework.scope.format(i) + "/" for i in (1, 2)]
-    assert not jnp.isfinite(framework.jit(ols.autocast(loss_fn))(params, X))
-    mended = framework.jit(ols.autocast(loss_fn, high=names))
-    np.testing.assert_allclose(mended(params, X), loss_fn(params, X), rtol=0.01)
+    mended = ols.autocast(loss_fn, high=names)
+    dtypes = dtypes_of(lambda: mended(params, X))
+    assert dtypes == ["float16", "float32", "float32"]
 
 
 def test_a_function_under_autocast_is_run_again_with_its_own_settings():
-    cast = ols.autocast(scoped_loss, high=["layer1/"])
-    assert suggest_full_precision(trace(cast, KERNELS, X)) == ["layer2/"]
+    cast = ols.autocast(scoped_loss, high=["layer0/"])
+    weights = [KERNELS[1], KERNELS[2]]
+    assert suggest_full_precision(trace(cast, weights, X)) == ["layer1/"]
 
 
 def test_a_flushed_cotangent_is_a_fault_of_its_product():
@@ -126,17 +133,12 @@ def test_a_flushed_cotangent_is_a_fault_of_its_product():
     assert suggest_full_precision(operations) == []
 
 
-@pytest.mark.parametrize(
-    ("fun", "primitive"),
-    [(jnp.log, "log"), (lambda x: jnp.exp(1e3 + x), "exp")],
-)
-def test_a_fault_that_is_no_product_is_named(fun, primitive):
+def test_a_fault_that_is_no_product_is_named():
     def loss_fn(weights, x):
-        loss = scoped_loss(weights, x)
-        return fun(loss - loss)
+        return jnp.log(0 * scoped_loss(weights, x))
 
     operations = trace(loss_fn, KERNELS[:1], X)
-    with pytest.raises(ValueError, match=rf"got none\. The first: {primitive} at t"):
+    with pytest.raises(ValueError, match=r"got none\. The first: log at test_suggest"):
         suggest_full_precision(operations)
 
 
@@ -151,20 +153,19 @@ def test_the_product_before_a_decomposition_that_fails_is_suggested():
         return jnp.sum(jnp.linalg.cholesky(matrix))
 
     features = jnp.array([[1.0, 0.0], [1.0, 0.01]])
-    assert not jnp.isfinite(ols.autocast(loss_fn)(features))
     names = suggest_full_precision(trace(loss_fn, features))
     assert names == ["matrix/"]
-    assert jnp.isfinite(ols.autocast(loss_fn, high=names)(features))
+    assert jnp.isfinite(jax.jit(ols.autocast(loss_fn, high=names))(features))
 
 
-@pytest.mark.parametrize("has_tqdm", [False, True])
-def test_runs_are_counted_if_tqdm_is_installed(has_tqdm, monkeypatch):
-    module = mock.MagicMock() if has_tqdm else None
+@pytest.mark.parametrize("module", [mock.MagicMock(), None], ids=["tqdm", "no tqdm"])
+def test_runs_are_counted_if_tqdm_is_installed(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", module)
-    assert suggest_full_precision(scoped_operations()) == ["layer1/", "layer2/"]
-    if has_tqdm:
+    operations = trace(scoped_loss, KERNELS[1:2], X)
+    assert suggest_full_precision(operations) == ["layer0/"]
+    if module:
         bar = module.tqdm.return_value.__enter__.return_value
-        assert bar.update.call_count == 2
+        assert bar.update.call_count == 1
 
 
 def test_a_mask_that_overflows_on_the_line_of_a_product_is_no_fault():

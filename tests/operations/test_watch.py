@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.inner import lenient
 from helpers.modules import FRAMEWORKS, ROWS, Net, arrays_of, mean_square
+from helpers.operations import rounded
 from optax_lossscale.diagnostics import watch
 
 RNG = np.random.default_rng(0)
@@ -57,8 +56,7 @@ def test_the_largest_magnitude_of_a_scope_is_that_of_numpy():
             return x @ w
 
     _, layers = watch(forward)(3 * W, X)
-    x, w = (a.astype(jnp.float16).astype(jnp.float32) for a in (X, 3 * W))
-    largest = np.max(np.abs(x @ w))
+    largest = np.max(np.abs(rounded(X) @ rounded(3 * W)))
     np.testing.assert_allclose(layers["layer"]["largest"], largest, rtol=2e-3)
     assert set(layers["layer"]) == {"largest", "flushed"}  # Nothing runs backward.
 
@@ -147,6 +145,8 @@ def test_layers_of_a_framework_are_named_in_both_passes(framework):
 )
 def test_a_module_of_nnx_is_updated_once_as_an_argument_or_watched_itself(call, scopes):
     watched, plain = Net(), Net()
+    for net in (watched, plain):
+        net.dropout.eval()
     results, layers = call(watched, watch)
     expected = call(plain, lambda fun: fun)
     assert set(layers) == scopes
@@ -156,7 +156,7 @@ def test_a_module_of_nnx_is_updated_once_as_an_argument_or_watched_itself(call, 
         np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_layer_that_made_a_step_skip_is_named():
+def test_the_layer_whose_gradient_makes_a_step_skip_is_named():
     """The loss scale is fine for the second layer, but the first has a steep slope."""
 
     def model_loss(params, x):
@@ -166,33 +166,17 @@ def test_the_layer_that_made_a_step_skip_is_named():
             x = (x * 2.0**-9) @ params["second"]
         return jnp.mean(x)
 
-    cast = ols.autocast(model_loss)
-    tx = ols.loss_scaled(lenient(optax.sgd(0.1)), ols.static_loss_scale(2.0**18))
     params = {"first": jnp.eye(4), "second": 600 * jnp.eye(4)}
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, x):
-        grads_fn = ols.scaled_grad(cast, state)
-        grads, layers = watch(grads_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, layers
-
-    new, state, layers = step(params, state, X)
-    assert_same_bits(new, params)
-    assert ols.loss_scale_metrics(state)["total_notfinite"] == 1
+    state = ols.static_loss_scale(2.0**18).init()
+    grads_fn = ols.scaled_grad(ols.autocast(model_loss), state)
+    grads, layers = jax.jit(watch(grads_fn))(params, X)
+    assert not ols.all_finite(grads)
     # The second layer receives a cotangent of 2**18 / 12 = 21845, and the first one 600
     # times this, which is cast to float16 for its product.
     assert layers["first"]["largest"] < jnp.inf
     assert layers["second"]["largest"] < jnp.inf
     assert layers["second"]["grad_largest"] < jnp.inf
     assert layers["first"]["grad_largest"] == jnp.inf
-
-
-@pytest.mark.parametrize("fun", [None, 3.0, "loss_fn"])
-def test_what_is_no_function_is_refused(fun):
-    with pytest.raises(TypeError, match="`fun` must be a function, got"):
-        watch(fun)
 
 
 def test_the_wrapper_has_the_name_of_the_function():
