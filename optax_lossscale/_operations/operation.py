@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -221,16 +220,16 @@ class Entry:
 
 def operations_of(entries: Iterable[Entry], loss_scale: float) -> list[Operation]:
     """All operations that ran, but those that `jax.checkpoint` repeated."""
-    operations, counts = [], collections.Counter[Hashable]()
+    operations, of_forward_pass = [], set[Hashable]()
     for entry in entries:
         if not entry.runs:
             continue
         operation = entry.operation(loss_scale)
         key = operation[:3], operation.shape
-        if entry.context.is_recomputed and counts[key] > 0:
-            counts[key] -= 1
+        if entry.context.is_recomputed and key in of_forward_pass:
             continue
-        counts[key] += not entry.context.is_backward
+        if not entry.context.is_backward:
+            of_forward_pass.add(key)
         operations.append(operation)
     return operations
 

@@ -66,6 +66,17 @@ def test_the_scopes_of_products_that_overflow_or_lose_much_are_suggested():
     assert error_of(scoped_loss, KERNELS, high=names) < 0.01
 
 
+def test_a_product_that_overflows_only_because_an_earlier_one_did_is_not_named():
+    def loss_fn(weight, x):
+        with jax.named_scope("first"):  # The weight is beyond float16, the result is not.
+            x = jnp.minimum(x @ weight, 6e4)
+        with jax.named_scope("second"):
+            return jnp.mean(x @ jnp.full((2, 2), 2.0))
+
+    operations = trace(loss_fn, jnp.full((2, 2), 2.0**17), jnp.full((1, 2), 2.0**-12))
+    assert suggest_full_precision(operations) == ["first/"]
+
+
 def test_the_tolerance_is_that_of_each_product():
     """A rounding to float16 has an error of up to 2**-11, and about 3e-4 by norm."""
     operations = trace(scoped_loss, KERNELS[:1], X)
