@@ -82,7 +82,7 @@ def set_full_masters(
     Returns:
       New `params`, which are the rounded masters, and the `opt_state` that belongs to
       them. With compact masters use these parameters and not those of `cast_params`,
-      which rounds some numbers otherwise.
+      which rounds some numbers differently.
 
     Raises:
       ValueError: As `full_masters`, or if `masters` are not like `params`.

@@ -59,8 +59,8 @@ def master_weights(
     `round(m) - params`. Then the master is set to the new value of the parameter.
 
     **Compact masters.** With `compact=True` the state does not hold the masters, but
-    only the 16 bits that each of them has more than its parameter. Parameters and
-    masters then take 4 bytes together, as float32 parameters alone do, instead of 6.
+    only the 16 bits that each parameter lacks. Parameters and masters then take 4 bytes
+    together, as float32 parameters alone do, instead of 6.
     The inner optimizer sees the same masters:
 
     * bfloat16: every master that is not NaN is kept to the bit. A master midway

@@ -51,9 +51,9 @@ _CHEAP = ELEMENTWISE.union(
 def save_products(primitive: core.Primitive, *avals: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: only low products are saved.
 
-    Under `autocast` they have half the bytes of float32, and all else is computed again
-    in the backward pass. Outside of it, products of float16 or bfloat16 arrays are what
-    is saved.
+    Under `autocast` they have half the bytes of float32, and everything else is
+    computed again in the backward pass. Outside of it, the products of float16 or
+    bfloat16 arrays are saved.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols

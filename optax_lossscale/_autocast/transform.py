@@ -64,12 +64,13 @@ def autocast(
     recompute: bool = True,
     otherwise: jax.typing.DTypeLike | None = None,
 ) -> Callable[..., Any]:
-    """Only products run low, nothing else changes: mixed precision for a function.
+    """Mixed precision for a function: its products run in a low dtype, and only they.
 
     Matrix products and convolutions of float32 operands round these operands to
-    `dtype`, and so do the products of their gradients. Every other operation, and every
-    dtype that the function sees, stays as it is written. Wrap the loss or the model, or
-    decorate it, and differentiate, map and compile the result as the function itself:
+    `dtype`, the *low* dtype, and so do the products of their gradients. Every other
+    operation, and every dtype that the function sees, stays as it is written. Wrap the
+    loss or the model, or decorate it, and differentiate, map and compile the result as
+    the function itself:
 
         loss_fn = ols.autocast(loss_fn)
 
@@ -79,7 +80,7 @@ def autocast(
       all products and says why.
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
     * *Gradients* of float32 operands are float32 sums, so nothing is lost in them.
-      Small float16 cotangents are: use `loss_scaled`.
+      Small float16 cotangents become zero: use `loss_scaled`.
     * *Loops.* The body of a `lax.scan` saves its products, which are low, and what
       takes long to compute. Elementwise operations are computed again in the backward
       pass.
@@ -92,7 +93,7 @@ def autocast(
       its largest magnitude. All other products run in `otherwise`.
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
       The result is a function without parameters: keep the module itself to train it.
-    * *Outside of `jax.jit`* the function is traced at each call, so use `jax.jit`.
+    * *Tracing.* Outside of `jax.jit` the function is traced at each call.
 
     Args:
       fun: A pure function of pytrees, which may change Flax modules. Arguments that are

@@ -88,7 +88,7 @@ def trace_operations(
     * *In float32* each operation in fewer than 32 bits is computed too, from the same
       operands before `autocast` rounded them. So `error` and `underflow` are what this
       one operation loses.
-    * *Cost.* It takes three to four times as long as to compile the gradient, and more
+    * *Cost.* It takes three to four times as long as compiling the gradient, and more
       on several devices. Each result is copied to the host for its statistics.
 
     Args:

@@ -44,7 +44,7 @@ def watch(fun: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
         value_and_grad = ols.scaled_value_and_grad(loss_fn, opt_state)
         (loss, grads), layers = ols.diagnostics.watch(value_and_grad)(params, x, y)
 
-    The results of `fun` are the same, but for the last bit, where XLA now fuses other
+    The results of `fun` are the same, up to the last bit where XLA now fuses other
     operations. The numbers cost a pass over each result in half precision: on a CPU the
     gradient takes about twice as long, so compile one step with them and one without.
     Results in float32 do not count, because they do not overflow. To compare with

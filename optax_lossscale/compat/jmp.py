@@ -181,9 +181,9 @@ class StaticLossScale(_ScalesTrees):
       * Integer and bool leaves, which cannot be gradients, are returned unchanged, and
         so are leaves that are not numbers. jmp multiplies integers, and raises an error
         for the rest.
-      * The scale and its reciprocal are float32. With 64-bit numbers jmp has scales
-        beyond float32, and may round the reciprocal of other scales than powers of two
-        once less.
+      * The scale and its reciprocal are float32. With 64-bit numbers, jmp's
+        scale may be beyond float32, and the reciprocal of a scale that is not a power
+        of two may be rounded once less.
       * A scale above `2**126` counts as `2**126`. In jmp all gradients are then zero,
         because the reciprocal of the scale is flushed to zero.
       * `loss_scale` can be a JAX or NumPy array under `jit` too, where jmp fails
@@ -482,7 +482,7 @@ def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     `loss_scaled` this is not needed.
 
     Departure: floating leaves of `a` are cast to the dtypes of `b`, where jmp raises
-    an error. So state that was float16 stays it, although unscaled gradients are
+    an error. So state that was float16 stays float16, although unscaled gradients are
     float32.
 
     Args:
