@@ -18,6 +18,7 @@ from helpers.compat import IS_JAX_0_7, set_mesh
 from helpers.compiled import collectives_of
 from helpers.inner import adam, lenient
 from helpers.programs import equations_of
+from optax_lossscale.compat.flax import DynamicScale
 
 pytestmark = pytest.mark.skipif(
     jax.device_count() < 8, reason="needs eight devices, as on CPU"
@@ -131,17 +132,6 @@ def test_pmap_equals_one_device_and_all_devices_skip_together():
     assert state.loss_scale_state.total_notfinite.tolist() == [1] * 8
 
 
-def test_pmap_without_a_mean_shares_only_the_verdict():
-    tx = ols.loss_scaled(adam(), RULE, axis_name="data")
-    step = jax.pmap(train_step(tx), axis_name="data")
-    first = replicated((PARAMS, tx.init(PARAMS)))
-    params, state = step(*first, BAD_BATCH[:, None])
-    assert_same_bits((params, state.inner_state), (first[0], first[1].inner_state))
-    assert state.loss_scale_state.loss_scale.tolist() == [SCALE / 2] * 8
-    params, _ = step(*first, BATCH[:, None])
-    assert len(np.unique(np.asarray(params["w"]), axis=0)) > 1
-
-
 @CHECK_VMA
 def test_shard_map_equals_one_device_and_all_devices_skip_together(check_vma):
     tx = ols.loss_scaled(adam(), RULE, axis_name="data")
@@ -253,11 +243,11 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices(
     assert optax.tree.get(state, "gradient_step") == 2
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
-def test_the_update_can_be_lowered_for_every_accelerator(platform):
+def test_the_update_can_be_lowered_for_every_accelerator():
+    platforms = ("tpu", "cuda", "rocm")
     tx = ols.loss_scaled(adam(), RULE)
-    export = jax.export.export(jax.jit(tx.update), platforms=[platform])
-    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == (platform,)
+    export = jax.export.export(jax.jit(tx.update), platforms=platforms)
+    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == platforms
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
     with set_mesh(mesh):
@@ -300,7 +290,7 @@ def test_the_check_needs_one_collective_that_carries_only_scalars(
 ):
     mesh = make_mesh(axis_type)
     kinds = (P("data"), P(None, "data"), P())
-    params = matrices(mesh, {f"{i}": kinds[i % 3] for i in range(12)})
+    params = matrices(mesh, {f"{i}": kinds[i % 3] for i in range(6)})
     tx = ols.loss_scaled(adam(), rule)
     with set_mesh(mesh):
         state = jax.jit(tx.init)(params)
@@ -378,12 +368,15 @@ def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(che
     state = tx.init(params)
     specs = spec, state_specs(state, spec)
     step = over_devices(tx.update, (*specs, spec), specs, **over)
-    bad = {"c": params["c"].at[15, 15].set(jnp.nan)}  # Only on the last device.
+    # `optax.apply_if_finite` fails if gradients and parameters differ in dtype.
+    grads = {"c": params["c"].astype(jnp.float16)}
+    bad = {"c": grads["c"].at[15, 15].set(jnp.nan)}  # Only on the last device.
     updates, skipped = step(bad, state, params)
     assert not updates["c"].any()
     assert_same_bits(skipped.inner_state, state.inner_state)
-    updates, _ = step(params, state, params)
+    updates, after = step(grads, state, params)
     assert updates["c"].all()
+    assert types((updates, after)) == types((params, state))
 
 
 @CHECK_VMA
@@ -407,10 +400,21 @@ def test_an_empty_tuple_of_axis_names_means_no_axis():
     assert not over_devices(verdict, P(), P())(grads)
 
 
-def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint():
-    tx = ols.loss_scaled(adam(), RULE, axis_name="batch")
+@pytest.mark.parametrize(
+    "differentiate_or_update",
+    [
+        lambda: ols.loss_scaled(adam(), axis_name="batch").update(
+            PARAMS, ols.loss_scaled(adam()).init(PARAMS), PARAMS
+        ),
+        lambda: DynamicScale().value_and_grad(abs, axis_name="batch")(2.0),
+    ],
+    ids=["loss_scaled", "DynamicScale"],
+)
+def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint(
+    differentiate_or_update,
+):
     with pytest.raises(NameError, match="unbound axis name: batch") as caught:
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        differentiate_or_update()
     notes = "".join(caught.value.__notes__)
     assert "`axis_name` must name axes of the `pmap`" in notes
 
@@ -457,20 +461,6 @@ def test_the_update_never_branches_on_the_verdict_of_one_device():
 
     with pytest.raises(ValueError, match="out_specs"):
         over_devices(local_verdict, P("data"), P())(jnp.ones(8))
-
-
-def test_in_shard_map_float16_gradients_can_update_float32_parameters_or_skip():
-    # optax.apply_if_finite fails there: branches of a cond must agree in dtype.
-    tx = ols.loss_scaled(adam(), RULE, axis_name="data")
-    state = tx.init(PARAMS)
-    update = over_devices(tx.update, P(), P())
-    grads = jax.tree.map(lambda p: (p * SCALE).astype(jnp.float16), PARAMS)
-    updates, after = update(grads, state, PARAMS)
-    assert types(after) == types(state)
-    assert updates["w"].dtype == jnp.float32
-    assert updates["w"].any()
-    bad = {**grads, "b": grads["b"] * jnp.float16(jnp.inf)}
-    assert not update(bad, state, PARAMS)[0]["w"].any()
 
 
 @pytest.mark.parametrize(("inner", "sign"), [(None, 1), (optax.sgd(1.0), -1)])
@@ -520,7 +510,7 @@ def test_the_headroom_rule_sees_a_nan_on_any_shard(axis_type):
         sharding = NamedSharding(mesh, P("data"))
         params = jax.device_put(jnp.ones((8, 2)), sharding)
         state = tx.init(params)
-        for shard in range(8):
+        for shard in (0, 3, 7):
             grads = np.ones((8, 2), np.float32)
             grads[shard, 1] = jnp.nan
             _, after = update(jax.device_put(grads, sharding), state, params)
@@ -531,7 +521,7 @@ def test_all_devices_of_pmap_have_the_same_headroom_scale():
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
     params = jnp.ones(2)
     update = jax.pmap(tx.update, axis_name="data", in_axes=(0, 0, None))
-    for shard in range(8):
+    for shard in (0, 3, 7):
         grads = jnp.ones((8, 2)).at[shard].set(2.0**7)
         _, after = update(grads, replicated(tx.init(params)), params)
         # The largest unscaled gradient is 2**7 / 2**15 = 2**-8, and the margin is 0.75
@@ -540,23 +530,3 @@ def test_all_devices_of_pmap_have_the_same_headroom_scale():
         _, after = update(grads.at[shard, 0].set(jnp.nan), after, params)
         # A nonfinite step counts as a gradient twice as large, so it costs one bit.
         assert set(after.loss_scale_state.loss_scale.tolist()) == {2.0**22}
-
-
-def test_with_out_shardings_for_init_the_step_is_compiled_only_once():
-    mesh = make_mesh()
-    tx = ols.loss_scaled(adam(), RULE)
-
-    def shardings(tree):
-        return jax.tree.map(
-            lambda x: NamedSharding(mesh, P("data") if x.ndim else P()), tree
-        )
-
-    params = {"a": jnp.ones((16, 16)), "b": jnp.ones(8)}
-    params = jax.device_put(params, shardings(params))
-    of_state = shardings(jax.eval_shape(tx.init, params))
-    for init, expected in ((tx.init, 2), (jax.jit(tx.init, out_shardings=of_state), 1)):
-        update = jax.jit(functools.partial(tx.update))  # Has its own cache.
-        state = init(params)
-        for _ in range(3):
-            _, state = update(params, state, params)
-        assert update._cache_size() == expected

@@ -134,7 +134,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 16, a second compilation for the shardings of `init`:
-# `test_with_out_shardings_for_init_the_step_is_compiled_only_once`.
+# `test_fully_sharded_parameters_and_moments_equal_one_device`.
 
 
 # In `tests/scaling`:
@@ -172,7 +172,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 29, a train state that passes no extra arguments:
-# `test_a_linen_train_state_trains_skips_a_bad_step_and_continues`.
+# `test_three_lines_train_and_a_skipped_step_changes_nothing`.
 
 
 # 30, `init` on abstract shapes: `test_init_accepts_abstract_parameters`.
