@@ -160,16 +160,3 @@ def test_an_entry_gives_the_value_that_its_name_promises(page, fact):
 def test_a_disabled_scaler_is_found_to_be_disabled():
     disabled = {**names("pytorch"), "rule": ols.presets.torch(enabled=False)}
     assert run("rule != ols.no_loss_scale()", disabled) is False
-
-
-@pytest.mark.fast_every(4)
-@pytest.mark.parametrize("row", tables("keras")[1], ids=lambda row: row[0])
-def test_an_optimizer_of_optax_in_the_tables_trains_under_loss_scaling(row):
-    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    with standard_promotion():
-        for code in code_in(row[1]):
-            tx = ols.loss_scaled(run(code, names("keras")))
-            opt_state = tx.init(params)
-            grads = ols.scale(params, opt_state)
-            updates, _ = jax.jit(tx.update)(grads, opt_state, params)
-            assert all(np.all(u < 0) for u in jax.tree.leaves(updates))
