@@ -183,21 +183,6 @@ def test_a_saved_state_of_half_precision_parameters_can_be_adopted_once_widened(
     assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
 
 
-def test_the_bare_optimizer_continues_from_the_inner_state():
-    bare, tx = adam(), optimizer("dynamic")
-    params = {"w": PARAMS["w"]}
-    opt_state = tx.init(params)
-    for size in (0.5, np.nan, 2.0):
-        grads = jax.tree.map(lambda p, size=size: p * size, params)
-        _, opt_state = tx.update(ols.scale(grads, opt_state), opt_state, params)
-    saved = pickle.loads(pickle.dumps(opt_state.inner_state))
-    assert types(saved) == types(bare.init(params))
-    expected, state = tx.update(ols.scale(grads, opt_state), opt_state, params)
-    updates, inner_state = bare.update(grads, saved, params)
-    assert_same_bits(updates, expected)
-    assert_same_bits(inner_state, state.inner_state)
-
-
 def test_a_run_can_continue_under_a_rule_of_another_kind():
     params, opt_state = uninterrupted("dynamic")[4]
     adopted = ols.adopt_inner_state(opt_state.inner_state, RULES["headroom"])

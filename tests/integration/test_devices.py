@@ -1,7 +1,6 @@
 """Several devices: all skip together, and they exchange nothing but the verdict."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.export
@@ -220,10 +219,7 @@ def accumulate(tx, mean_grads=False):
     return run
 
 
-@pytest.mark.parametrize("is_in_shard_map", [False, True])
-def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices(
-    is_in_shard_map,
-):
+def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices():
     def make(axis_name):
         inner = optax.MultiSteps(optax.adam(0.1), 2)
         return lenient(ols.loss_scaled(inner, RULE, axis_name=axis_name))
@@ -231,13 +227,9 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices(
     alone, split = make(None), P(None, "data")
     first = PARAMS, alone.init(PARAMS)
     expected, _ = accumulate(alone)(*first, jnp.delete(MICRO_BATCHES, 1, axis=0))
-    batches = jax.device_put(MICRO_BATCHES, NamedSharding(make_mesh(), split))
-    if is_in_shard_map:
-        run = accumulate(make("data"), mean_grads=True)
-        run = over_devices(run, (P(), P(), split), P(), check_vma=False)
-    else:
-        run = jax.jit(accumulate(alone))
-    params, state = run(*first, batches)
+    run = accumulate(make("data"), mean_grads=True)
+    run = over_devices(run, (P(), P(), split), P(), check_vma=False)
+    params, state = run(*first, MICRO_BATCHES)
     assert_close(params, expected)
     assert state.loss_scale_state.total_notfinite == 1
     assert optax.tree.get(state, "gradient_step") == 2
@@ -262,78 +254,53 @@ def collectives(function, *args):
     return collectives_of(jax.jit(function).lower(*args).compile())
 
 
-class MaxState(NamedTuple):
-    largest: jax.Array
-
-
-def max_rule():
-    """A rule that needs the largest magnitude."""
-    base = ols.static_loss_scale(SCALE)
-
-    def init():
-        return base.init()._replace(rule_state=MaxState(jnp.zeros(())))
-
-    def adjust(state, grads_finite, grads_max=None):
-        adjusted = base.adjust(state, grads_finite)
-        return adjusted._replace(rule_state=MaxState(grads_max))
-
-    return ols.LossScale(init, adjust, needs_grads_max=True)
+BY_COLUMNS = {"a": P("data"), "b": P(None, "data"), "c": P("data"), "d": P()}
+BY_MAXIMUM = ols.headroom_loss_scale(SCALE)
 
 
 @PACKED
-@AXIS_TYPES
 @pytest.mark.parametrize(
-    ("rule", "scalar"), [(RULE, "pred[]"), (max_rule(), "f32[]")], ids=["bool", "max"]
+    ("axis_type", "specs", "rule", "scalar", "most"),
+    [
+        (AxisType.Auto, BY_COLUMNS, RULE, "pred[]", 1),
+        (AxisType.Auto, BY_COLUMNS, BY_MAXIMUM, "f32[]", 1),
+        (AxisType.Explicit, BY_COLUMNS, BY_MAXIMUM, "f32[]", 1),
+        # XLA cannot merge reductions over different devices, and while tracing the
+        # shardings are unknown. Still only scalars cross, and nothing is gathered.
+        (AxisType.Auto, TWO_AXES, RULE, "pred[]", 3),
+    ],
 )
-def test_the_check_needs_one_collective_that_carries_only_scalars(
-    axis_type, rule, scalar
+def test_the_check_needs_few_collectives_that_carry_only_scalars(
+    axis_type, specs, rule, scalar, most
 ):
-    mesh = make_mesh(axis_type)
-    kinds = (P("data"), P(None, "data"), P())
-    params = matrices(mesh, {f"{i}": kinds[i % 3] for i in range(6)})
+    mesh = make_mesh(axis_type, (4, 2))
+    params = matrices(mesh, specs)
     tx = ols.loss_scaled(adam(), rule)
     with set_mesh(mesh):
-        state = jax.jit(tx.init)(params)
         # XLA packs the leaves' scalars into one operation.
-        ((result, kind),) = collectives(tx.update, params, state, params)
-    assert kind == "all-reduce"
-    assert set(result) == {scalar}
+        found = collectives(tx.update, params, jax.jit(tx.init)(params), params)
+    assert 1 <= len(found) <= most
+    for result, kind in found:
+        assert kind == "all-reduce"
+        assert set(result) == {scalar}
 
 
 @pytest.mark.parametrize("specs", [TWO_AXES, {"a": P("data"), "c": P(None, "model")}])
 def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, specs)
+    tx = ols.loss_scaled(adam(), RULE)
     with set_mesh(mesh):
-        tx = ols.loss_scaled(adam(), RULE)
         state = jax.jit(tx.init)(params)
         update = jax.jit(tx.update)
         found = collectives_of(update.lower(params, state, params).compile())
         _, after = update(params, state, params)
-        assert types(after) == types(state)
         bad = {**params, "c": params["c"] * jnp.nan}
         _, skipped = update(bad, state, params)
-        tx = ols.loss_scaled(adam(), max_rule())
-        _, unscaled = jax.jit(tx.update)(params, tx.init(params), params)
-    assert unscaled.loss_scale_state.rule_state.largest == 1 / SCALE
     assert found == [(["pred[]"], "all-reduce")]
+    assert types(after) == types(skipped) == types(state)
     assert after.loss_scale_state.last_finite
     assert not skipped.loss_scale_state.last_finite
-
-
-@PACKED
-def test_on_an_automatic_mesh_the_check_needs_one_collective_for_each_set_of_axes():
-    # XLA cannot merge reductions over different devices, and while tracing the
-    # shardings are unknown. Still only scalars cross, and nothing is gathered.
-    mesh = make_mesh(shape=(4, 2))
-    params = matrices(mesh, TWO_AXES)
-    with set_mesh(mesh):
-        tx = ols.loss_scaled(adam(), RULE)
-        found = collectives(tx.update, params, jax.jit(tx.init)(params), params)
-    assert 1 <= len(found) <= 3
-    for result, kind in found:
-        assert kind == "all-reduce"
-        assert set(result) == {"pred[]"}
 
 
 @pytest.mark.parametrize(
@@ -427,6 +394,7 @@ def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     with set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
+        assert jax.jit(ols.max_magnitude)(params) == 1.0
         # A step whose rule needs max_magnitude can be differentiated; the gradient of
         # max_magnitude is zero.
         largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))

@@ -86,8 +86,8 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # In `tests/scaling`:
-# 13, a small gradient that unscaling flushes to zero, and 26, gradients cast down before
-# they are unscaled: `test_unscale_does_not_underflow_in_float16`;
+# 13, a small gradient that unscaling flushes to zero, and 26, gradients that are cast
+# down before they are unscaled: `test_unscale_does_not_underflow_in_float16`;
 # 14, a float16 loss that scaling makes infinite:
 # `test_scale_does_not_overflow_a_float16_loss`;
 # 15, weak types that cause a second compilation:
