@@ -444,25 +444,19 @@ def test_gradients_are_never_reduced_over_devices(inner, sign):
     assert_same_bits(updates, sign * grads)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_finite"), [(jnp.float16, False), (jnp.float32, True)]
-)
-def test_a_float16_mean_over_devices_can_overflow_and_a_float32_mean_does_not(
-    dtype, is_finite
-):
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_a_float16_mean_over_devices_can_overflow_and_a_float32_mean_does_not(dtype):
     # The gradients are finite on every device, but their float16 sum is infinite. So
     # the check comes after the reduction; a reduction in float32 does not overflow.
     tx = ols.loss_scaled(None, RULE, axis_name="data")
 
     def step(grads):
         grads = jax.lax.pmean(grads.astype(dtype), "data")
-        return tx.update(grads, tx.init(grads))
+        return tx.update(grads, tx.init(grads))[1].loss_scale_state.last_finite
 
     grads = jnp.full(8, 60000.0, jnp.float16)
-    updates, state = over_devices(step, P("data"), P())(grads)
-    assert state.loss_scale_state.last_finite == is_finite
-    expected = 60000.0 / SCALE if is_finite else 0.0
-    np.testing.assert_allclose(updates, expected, rtol=1e-3)
+    is_finite = over_devices(step, P("data"), P())(grads)
+    assert is_finite == (dtype == jnp.float32)
 
 
 # --- Rules that need the largest magnitude ----------------------------------------

@@ -174,7 +174,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 5, several optimizers:
-# `test_optimizers_that_share_a_scale_skip_separately_and_back_off_once`;
+# `test_two_optimizers_under_one_scale_follow_torch`;
 # 20, a scale for each loss: `test_each_loss_can_have_a_scale_of_its_own`.
 
 
