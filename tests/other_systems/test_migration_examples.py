@@ -65,23 +65,6 @@ def test_the_first_example_of_the_page_prints_0_5_and_the_second_0_25(name):
     assert ols.find_loss_scale_state(opt_state).step_count == 2
 
 
-def test_first_steps_are_skipped_and_later_one_in_a_growth_interval():
-    # tf.keras's page: the first 2 to 15 steps are skipped, and 0.05 % of all, which is
-    # 1 / dynamic_growth_steps. The scale starts at 2**15, so each bit of the largest
-    # gradient costs one step. Each overflow is followed by as many finite steps as the
-    # interval has.
-    rule = ols.presets.tf_keras(dynamic_growth_steps=20)
-
-    def step(state, _):
-        finite = state.loss_scale * 2.0**15 <= 65504
-        return rule.adjust(state, finite), ~finite
-
-    skipped = jax.lax.scan(step, rule.init(), length=15 + 10 * 21)[1]
-    assert skipped[:15].all()
-    assert not skipped[15:35].any()
-    assert skipped[15:].sum() == 10
-
-
 def test_each_loss_can_have_a_scale_of_its_own():
     # apex: num_losses, loss_id. One optimizer skips when any loss overflowed; each
     # scale backs off only for its own loss.

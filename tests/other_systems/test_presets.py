@@ -117,7 +117,7 @@ def test_a_floor_of_zero_or_none_means_that_there_is_no_floor(name, setting, flo
     assert scales(rule, [False] * 3) == [TINY * 2, TINY, TINY]
 
 
-REFUSED = [
+WRONG_VALUE = [
     ("torch", {"init_scale": 0.0}, "`init_scale` must be positive"),
     ("torch", {"init_scale": 1e38}, "`init_scale` must be positive"),
     ("torch", {"growth_factor": 0.5}, "`growth_factor`"),
@@ -157,12 +157,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
-def test_errors_name_settings_as_the_system_does(name, settings, message):
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        getattr(presets, name)(**settings)
-
-
 WRONG_KIND = [
     ("torch", {"enabled": 1}),
     ("torch", {"growth_interval": 2.0}),
@@ -173,12 +167,13 @@ WRONG_KIND = [
     ("deepspeed", {"consecutive_hysteresis": "yes"}),
     ("fairseq", {"tolerance": None}),
 ]
+REFUSED = [(ValueError, *case) for case in WRONG_VALUE]
+REFUSED += [(TypeError, *case, f"`{next(iter(case[1]))}` must") for case in WRONG_KIND]
 
 
-@pytest.mark.parametrize(("name", "settings"), WRONG_KIND)
-def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
-    (key,) = settings
-    with pytest.raises(TypeError, match=f"`{key}` must be"):
+@pytest.mark.parametrize(("error", "name", "settings", "message"), REFUSED)
+def test_errors_name_settings_as_the_system_does(error, name, settings, message):
+    with pytest.raises(error, match=message):
         getattr(presets, name)(**settings)
 
 
@@ -192,13 +187,3 @@ def test_backoff_divides_by_the_factor_as_the_system_does(name, factor):
         for start in np.float32([5.0, 25.0, 1000.1, 32768.0]):
             state = rule.init()._replace(loss_scale=jnp.asarray(start))
             assert adjust(state, False).loss_scale == start / np.float32(factor)
-
-
-def test_a_floor_may_be_an_array_inside_jit():
-    floor = jnp.float32(6.0)
-
-    def scale_after_overflow():
-        rule = presets.flax(8.0, minimum_scale=floor)
-        return rule.adjust(rule.init(), False).loss_scale
-
-    assert jax.jit(scale_after_overflow)() == 6.0
