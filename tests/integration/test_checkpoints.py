@@ -216,8 +216,9 @@ def train_state(steps):
     """A run in float32, without loss scaling."""
     params = jax.jit(NET.init)(jax.random.key(0), X)
     state = TrainState.create(apply_fn=NET.apply, params=params, tx=BARE)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for _ in range(steps):
-        state = state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
+        state = step(state, jax.tree.map(jnp.sin, state.params))
     return state
 
 

@@ -358,6 +358,10 @@ def test_an_integer_scale_or_floor_warns_in_the_callers_file(value):
         jmp.DynamicLossScale(8.0, min_loss_scale=value)
 
 
+def test_an_object_that_stands_for_an_array_does_not_warn():
+    assert jmp.DynamicLossScale(object()).period == 2000
+
+
 # Policies.
 
 

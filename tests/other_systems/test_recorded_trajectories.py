@@ -269,15 +269,14 @@ def test_two_optimizers_under_one_scale_follow_torch(trajectory):
     rule = ols.presets.torch(**trajectory["config"])
     shared = rule.init()
     tx = lenient(optax.apply_if_finite(torch_inner(trajectory), 2**31 - 1))
+    update = jax.jit(tx.update)
     run = Run(trajectory, ols.loss_scaled(tx, ols.no_loss_scale()))
     opt_states = [tx.init(param) for param in run.params]
     for i, grads in enumerate(run.grads):
         scaled = ols.scale([jnp.asarray(grad) for grad in grads], shared)
         unscaled = ols.unscale(scaled, shared)
         for j in range(2):
-            updates, opt_states[j] = tx.update(
-                unscaled[j], opt_states[j], run.params[j]
-            )
+            updates, opt_states[j] = update(unscaled[j], opt_states[j], run.params[j])
             run.params[j] = optax.apply_updates(run.params[j], updates)
         shared = rule.adjust(shared, ols.all_finite(unscaled))
         run.assert_params_after(i)
