@@ -181,11 +181,6 @@ def test_the_list_of_public_names_is_complete_and_sorted():
     assert public - functions == {*tuples, "LossScaleStalledError"}
 
 
-def test_every_preset_is_listed():
-    promised = {name for owner, name in EXPECTED if owner is ols.presets}
-    assert set(ols.presets.__all__) == promised
-
-
 @pytest.mark.parametrize("kind", FIELDS)
 def test_the_fields_of_tuples_and_their_defaults_are_as_promised(kind):
     defaults = kind._field_defaults

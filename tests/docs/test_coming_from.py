@@ -14,6 +14,8 @@ import pytest
 import optax_lossscale as ols
 from helpers.inner import standard_promotion
 
+pytestmark = pytest.mark.slow  # It first runs the programs of all pages.
+
 MIGRATION = pathlib.Path(__file__).parents[2] / "docs" / "migration"
 PAGES = sorted(path.stem for path in MIGRATION.glob("*.md"))
 
@@ -70,7 +72,6 @@ def test_every_page_has_a_row_in_the_index():
     assert linked == {*PAGES} - {"index"}
 
 
-@pytest.mark.fast_every(6)
 @pytest.mark.parametrize(
     ("page", "row"), ROWS, ids=[f"{page}: {row[0]}"[:60] for page, row in ROWS]
 )
@@ -95,52 +96,36 @@ TRUE = {
         ols.set_loss_scale(opt_state, 1024.0).loss_scale_state.loss_scale == 1024.0
         state.last_finite
         rule.settings["growth_factor"] == 2.0
-        repr(rule).startswith("presets.torch(init_scale=65536.0, ")
         ols.presets.to_torch_state_dict(opt_state)["_growth_tracker"] == 0""",
     "keras": """
-        ols.get_loss_scale(opt_state) == 2.0**15
         state.step_count - state.total_notfinite == 0
-        state.rule_state.growth_count == 0
         ols.presets.keras(**rule.settings).settings == rule.settings
         optax.tree.get(opt_state, "learning_rate") == np.float32(1e-3)
-        ols.all_finite(unscaled)
         isinstance(tx, optax.GradientTransformationExtraArgs)""",
     "tf_keras": """
         rule.settings["dynamic"]
         rule.settings["initial_scale"] == 2.0**15
         rule.settings["dynamic_growth_steps"] == 2000
         getattr(state.rule_state, "growth_count", None) == 0
-        ols.presets.tf_keras(**rule.settings).settings == rule.settings
-        optax.tree.get(optax.tree.set(opt_state, b1=0.7), "b1") == np.float32(0.7)
-        state.step_count == 0""",
+        optax.tree.get(optax.tree.set(opt_state, b1=0.7), "b1") == np.float32(0.7)""",
     "mindspore": """
         rule.skips
-        state.loss_scale == 2.0**16
         rule.adjust(state, grads_finite=True).rule_state.growth_count == 1
         rule.adjust(state, grads_finite=False).loss_scale == 2.0**15
         rule.adjust(state, ols.all_finite(unscaled)).step_count == 1""",
     "flax_and_jmp": """
-        ols.get_loss_scale(opt_state) == 2.0**15
-        state.rule_state.growth_count == 0
         dynamic_scale.replace(scale=1024.0).scale == 1024.0
         loss_scale.min_loss_scale == 1.0
         ols.presets.jmp().settings == jmp.DynamicLossScale(8.0).to_rule().settings""",
     "apex": """
-        state.loss_scale == 2.0**16
-        state.rule_state.growth_count == 0
         not ols.static_loss_scale(128.0, skip_nonfinite=False).skips""",
     "megatron": """
-        state.loss_scale == 2.0**32
         state.rule_state.hysteresis_count == 2
-        1 / ols.get_loss_scale(opt_state) == 2.0**-32
-        state.last_finite""",
+        1 / ols.get_loss_scale(opt_state) == 2.0**-32""",
     "deepspeed": """
-        ols.get_loss_scale(opt_state) == 2.0**16
-        state.rule_state.hysteresis_count == 2
         state.total_notfinite == 0
         rule.adjust(state, grads_finite=True).step_count == 1""",
     "fairseq": """
-        ols.get_loss_scale(opt_state) == 2.0**7
         rule.adjust(state, grads_finite=True).loss_scale == 2.0**7""",
 }
 FACTS = [
@@ -160,16 +145,3 @@ def test_an_entry_gives_the_value_that_its_name_promises(page, fact):
 def test_a_disabled_scaler_is_found_to_be_disabled():
     disabled = {**names("pytorch"), "rule": ols.presets.torch(enabled=False)}
     assert run("rule != ols.no_loss_scale()", disabled) is False
-
-
-@pytest.mark.fast_every(4)
-@pytest.mark.parametrize("row", tables("keras")[1], ids=lambda row: row[0])
-def test_an_optimizer_of_optax_in_the_tables_trains_under_loss_scaling(row):
-    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
-    with standard_promotion():
-        for code in code_in(row[1]):
-            tx = ols.loss_scaled(run(code, names("keras")))
-            opt_state = tx.init(params)
-            grads = ols.scale(params, opt_state)
-            updates, _ = jax.jit(tx.update)(grads, opt_state, params)
-            assert all(np.all(u < 0) for u in jax.tree.leaves(updates))

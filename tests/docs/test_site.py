@@ -13,20 +13,10 @@ import pytest
 from helpers.files import project_files
 from helpers.site import ROOT, SITE, find_chromium, new_page, open_browser, serve
 
-SOURCES = {
-    path.relative_to(ROOT).as_posix()
-    for path in project_files(
-        "docs/**/*.md",
-        "docs/*.py",
-        "docs/_*/*.*",
-        "docs/inventories/*",
-        "notebooks/*.ipynb",
-        "optax_lossscale/**/*.py",
-        "benchmarks/README.md",
-        "benchmarks/*.png",
-        "CHANGELOG.md",
-    )
-}
+SOURCES = project_files(
+    *("docs/**", "notebooks/*.ipynb", "optax_lossscale/**/*.py"),
+    *("benchmarks/README.md", "benchmarks/*.png", "CHANGELOG.md"),
+)
 PHONE = {"width": 390, "height": 844}
 
 
@@ -35,8 +25,8 @@ def reason_to_skip():
     inventory = SITE / "objects.inv"  # Every build writes it last.
     if not inventory.exists():
         return "docs/_build/html was not built"
-    newest = max(SOURCES, key=lambda path: (ROOT / path).stat().st_mtime)
-    if (ROOT / newest).stat().st_mtime > inventory.stat().st_mtime:
+    newest = max(SOURCES, key=lambda path: path.stat().st_mtime)
+    if newest.stat().st_mtime > inventory.stat().st_mtime:
         return f"docs/_build/html is older than {newest}"
     return None
 

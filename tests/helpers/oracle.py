@@ -42,65 +42,6 @@ def run_dynamic(
     return trace
 
 
-def run_deepspeed(
-    history: Iterable[bool],
-    *,
-    init_scale: float,
-    scale_window: int,
-    min_scale: float,
-    delayed_shift: int,
-    consecutive_hysteresis: bool,
-) -> list[float]:
-    """DeepSpeed's scale after each step, computed from its iteration numbers."""
-    s, last_overflow, left, trace = init_scale, -1, delayed_shift, []
-    for i, finite in enumerate(history):
-        if finite:
-            since = i - last_overflow - 1
-            if consecutive_hysteresis:
-                left = delayed_shift
-            if since > 0 and since % scale_window == 0:
-                s *= 2
-                left = delayed_shift
-        else:
-            if left > 1:
-                left -= 1
-            else:
-                s = max(s / 2, min_scale)
-            last_overflow = i
-        trace.append(s)
-    return trace
-
-
-def run_fairseq(
-    history: Iterable[bool],
-    *,
-    init_scale: float,
-    scale_factor: float,
-    scale_window: int,
-    tolerance: float,
-    threshold: float | None,
-    min_loss_scale: float,
-) -> list[float]:
-    """Fairseq's scale after each step, up to the step at which Fairseq would raise."""
-    s, last_overflow, last_rescale, overflows, trace = init_scale, -1, -1, 0, []
-    for i, finite in enumerate(history):
-        before = s
-        if finite:
-            if (i - last_overflow) % scale_window == 0:
-                s *= scale_factor
-                last_rescale = i
-        else:
-            overflows += 1
-            last_overflow = i
-            if overflows / (i - last_rescale) >= tolerance:
-                s = max(s / scale_factor, threshold or 0.0)
-                last_rescale, overflows = i, 0
-            if s <= min_loss_scale:
-                return [*trace, before]
-        trace.append(s)
-    return trace
-
-
 def run_smooth(
     history: Iterable[bool],
     init_scale: float,

@@ -78,57 +78,81 @@ def uninterrupted(rule):
     return train(rule, *fresh(rule), GRADS)
 
 
-def with_pickle(tree, target, folder):
-    return pickle.loads(pickle.dumps(tree))
+def save_pickle(folder, tree):
+    (folder / "pickle").write_bytes(pickle.dumps(tree))
 
 
-def with_flax(tree, target, folder):
-    data = flax.serialization.to_bytes(tree)
-    return flax.serialization.from_bytes(target, data)
+def restore_pickle(folder, target):
+    return jax.tree.map(jnp.asarray, pickle.loads((folder / "pickle").read_bytes()))
 
 
-def with_numpy(tree, target, folder):
+def save_flax(folder, tree):
+    (folder / "flax").write_bytes(flax.serialization.to_bytes(tree))
+
+
+def restore_flax(folder, target):
+    return flax.serialization.from_bytes(target, (folder / "flax").read_bytes())
+
+
+def save_numpy(folder, tree):
     np.savez(folder / "saved.npz", *jax.tree.leaves(tree))
+
+
+def restore_numpy(folder, target):
     with np.load(folder / "saved.npz") as saved:
         leaves = [saved[name] for name in saved.files]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def with_orbax(tree, target, folder):
+def save_orbax(folder, tree):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", tree, force=True)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "saved", target)
+        checkpointer.save(folder / "orbax", tree)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tool", [with_pickle, with_flax, with_numpy, with_orbax])
-def test_a_run_that_is_restored_continues_with_the_same_bits(tool, rule, tmp_path):
-    whole = uninterrupted(rule)
-    for step in (0, 4, 7, len(GRADS)):  # Before a first, a good, a bad and no step.
-        restored = tool(whole[step], fresh(rule), tmp_path)
-        assert_same_bits(restored, whole[step])
-        assert_same_bits(train(rule, *restored, GRADS[step:])[-1], whole[-1])
+def restore_orbax(folder, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder / "orbax", target)
 
 
-def test_a_state_of_numpy_arrays_works_without_jit():
-    tx = optimizer("dynamic")
-    params, opt_state = uninterrupted("dynamic")[4]
-    grads = jax.tree.map(jnp.ones_like, params)
-    expected = tx.update(grads, opt_state, params)
-    actual = tx.update(grads, jax.tree.map(np.asarray, opt_state), params)
-    assert_same_bits(actual, expected)
-    assert types(actual) == types(expected)
+def save_equinox(folder, tree):
+    eqx.tree_serialise_leaves(folder / "saved.eqx", tree)
 
 
-def test_orbax_can_restore_into_abstract_shapes(tmp_path):
-    _, opt_state = uninterrupted("headroom")[4]
-    target = jax.eval_shape(optimizer("headroom").init, PARAMS)
-    assert_same_bits(with_orbax(opt_state, target, tmp_path), opt_state)
+def restore_equinox(folder, target):
+    return eqx.tree_deserialise_leaves(folder / "saved.eqx", like=target)
+
+
+STARTS = [0, 6, len(GRADS)]  # Before a first, a bad and no step.
+
+
+@pytest.mark.parametrize(
+    ("save", "restore"),
+    [
+        (save_pickle, restore_pickle),
+        (save_flax, restore_flax),
+        (save_numpy, restore_numpy),
+        (save_equinox, restore_equinox),
+        (save_orbax, restore_orbax),
+    ],
+)
+def test_a_run_that_is_restored_continues_with_the_same_bits(save, restore, tmp_path):
+    saved = {
+        rule: {str(start): uninterrupted(rule)[start] for start in STARTS}
+        for rule in RULES
+    }
+    save(tmp_path, saved)
+    # Orbax, too, needs no more than shapes.
+    restored = restore(tmp_path, jax.eval_shape(lambda: saved))
+    assert_same_bits(restored, saved)
+    for rule, runs in restored.items():
+        ends = {i: train(rule, *runs[i], GRADS[int(i) :])[-1] for i in runs}
+        expected = dict.fromkeys(runs, uninterrupted(rule)[-1])
+        assert_same_bits({rule: ends}, {rule: expected})
 
 
 def test_plain_dicts_restored_without_a_target_are_refused_with_a_hint(tmp_path):
-    plain = with_orbax(uninterrupted("dynamic")[4][1], None, tmp_path)
+    save_orbax(tmp_path, uninterrupted("dynamic")[4][1])
+    plain = restore_orbax(tmp_path, None)
     with pytest.raises(ValueError, match="restore into a target"):
         ols.get_loss_scale(plain)
     with pytest.raises(ValueError, match="must be a LossScaledState"):
@@ -149,7 +173,8 @@ def test_orbax_restores_onto_another_mesh(shape, axes, tmp_path):
     held = uninterrupted("dynamic")[4]
     saved = placed(held, jax.make_mesh((8,), ("data",)), P("data"))
     target = placed(fresh("dynamic"), jax.make_mesh(shape, axes), P(*axes))
-    restored = with_orbax(saved, target, tmp_path)
+    save_orbax(tmp_path, saved)
+    restored = restore_orbax(tmp_path, target)
     assert_same_bits(restored, held)
     shardings = [jax.tree.map(lambda x: x.sharding, t) for t in (restored, target)]
     assert shardings[0] == shardings[1]
@@ -167,21 +192,6 @@ def test_a_saved_state_of_half_precision_parameters_can_be_adopted_once_widened(
     assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
 
 
-def test_the_bare_optimizer_continues_from_the_inner_state():
-    bare, tx = adam(), optimizer("dynamic")
-    params = {"w": PARAMS["w"]}
-    opt_state = tx.init(params)
-    for size in (0.5, np.nan, 2.0):
-        grads = jax.tree.map(lambda p, size=size: p * size, params)
-        _, opt_state = tx.update(ols.scale(grads, opt_state), opt_state, params)
-    saved = pickle.loads(pickle.dumps(opt_state.inner_state))
-    assert types(saved) == types(bare.init(params))
-    expected, state = tx.update(ols.scale(grads, opt_state), opt_state, params)
-    updates, inner_state = bare.update(grads, saved, params)
-    assert_same_bits(updates, expected)
-    assert_same_bits(inner_state, state.inner_state)
-
-
 def test_a_run_can_continue_under_a_rule_of_another_kind():
     params, opt_state = uninterrupted("dynamic")[4]
     adopted = ols.adopt_inner_state(opt_state.inner_state, RULES["headroom"])
@@ -195,31 +205,20 @@ def test_a_run_can_continue_under_a_rule_of_another_kind():
 SAVED_BY_0_2 = pathlib.Path(__file__).parent / "data" / "states_0_2.zip"
 
 
-def restore_pickle(folder, target):
-    return jax.tree.map(jnp.asarray, pickle.loads((folder / "pickle").read_bytes()))
-
-
-def restore_flax(folder, target):
-    return flax.serialization.from_bytes(target, (folder / "flax").read_bytes())
-
-
-def restore_orbax(folder, target):
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(folder / "orbax", target)
-
-
 NET = nn.Dense(2)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-BARE = lenient(optax.adam(0.1))
+# Its products are exact, however XLA combines them with sums.
+BARE = lenient(optax.sgd(2.0**-3, momentum=0.5))
 SCALED = ols.loss_scaled(BARE, RULES["dynamic"])
 
 
 def train_state(steps):
     """A run in float32, without loss scaling."""
-    params = NET.init(jax.random.key(0), X)
+    params = jax.jit(NET.init)(jax.random.key(0), X)
     state = TrainState.create(apply_fn=NET.apply, params=params, tx=BARE)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for _ in range(steps):
-        state = state.apply_gradients(grads=jax.tree.map(jnp.sin, state.params))
+        state = step(state, jax.tree.map(jnp.sin, state.params))
     return state
 
 
@@ -227,7 +226,6 @@ def test_a_saved_train_state_goes_on_with_its_moments_under_a_loss_scale(tmp_pat
     checkpoints.save_checkpoint(tmp_path, train_state(3), step=3)
     restored = checkpoints.restore_checkpoint(tmp_path, target=train_state(0))
     adopted = ols.adopt_inner_state(restored.opt_state, RULES["dynamic"])
-    assert types(adopted) == types(SCALED.init(restored.params))
     state = restored.replace(tx=SCALED, opt_state=adopted)
     grads = jax.tree.map(jnp.sin, state.params)
     state = state.apply_gradients(grads=ols.scale(grads, state))
@@ -253,7 +251,6 @@ def test_a_saved_nnx_optimizer_goes_on_with_its_moments_under_a_loss_scale():
     optimizer.update(models[1], ols.scale(grads_of(models[1]), optimizer))
     expected, actual = (jax.tree.leaves(nnx.state(model)) for model in models)
     assert_same_bits(actual, expected)
-    assert optimizer.opt_state.inner_state[0].count[...] == 4
 
 
 def test_what_holds_an_optimizer_state_is_refused_with_the_way_to_take_it_over():
@@ -262,27 +259,6 @@ def test_what_holds_an_optimizer_state_is_refused_with_the_way_to_take_it_over()
     optimizer = nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), BARE, wrt=nnx.Param)
     with pytest.raises(TypeError, match=r"got NNX variables.*_replace\(inner_state="):
         ols.adopt_inner_state(optimizer.opt_state)
-
-
-def test_a_saved_equinox_pair_goes_on_with_its_moments_under_a_loss_scale(tmp_path):
-    def step(tx, model, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, model)
-        return eqx.apply_updates(model, updates), opt_state
-
-    def grads_of(model):
-        return jax.tree.map(jnp.sin, eqx.filter(model, eqx.is_inexact_array))
-
-    model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    first = model, BARE.init(eqx.filter(model, eqx.is_inexact_array))
-    pair = step(BARE, *first, grads_of(model))
-    eqx.tree_serialise_leaves(tmp_path / "pair.eqx", pair)
-    model, opt_state = eqx.tree_deserialise_leaves(tmp_path / "pair.eqx", like=first)
-    opt_state = ols.adopt_inner_state(opt_state, RULES["dynamic"])
-    grads = grads_of(model)
-    actual = step(SCALED, model, opt_state, ols.scale(grads, opt_state))
-    expected = step(BARE, *pair, grads)
-    assert_same_bits(actual[0].weight, expected[0].weight)
-    assert_same_bits(actual[1].inner_state, expected[1])
 
 
 @pytest.mark.parametrize("restore", [restore_pickle, restore_flax, restore_orbax])

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -39,14 +40,8 @@ def table_rows(text):
 def full_run(tmp_path_factory):
     """What the demo prints, its results, and its picture. It takes half a minute."""
     folder = tmp_path_factory.mktemp("demo")
-    command = [
-        sys.executable,
-        "-m",
-        "optax_lossscale.demo",
-        "--json",
-        folder / "r.json",
-    ]
-    command += ["--plot", folder / "picture.png"]
+    command = [sys.executable, "-m", "optax_lossscale.demo"]
+    command += ["--json", folder / "r.json", "--plot", folder / "picture.png"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "100%" in done.stderr  # Each variant has a progress bar.
     results = json.loads((folder / "r.json").read_text())
@@ -54,17 +49,7 @@ def full_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_float16_learns_nothing_and_with_a_dynamic_scale_matches_float32(full_run):
-    _, results, _ = full_run
-    accuracy = {name: figures["accuracy"] for name, figures in results.items()}
-    assert accuracy["float16"] < 0.2
-    assert accuracy["float32"] > 0.9
-    assert accuracy["float16_dynamic"] == pytest.approx(accuracy["float32"], abs=0.015)
-    assert accuracy["float16"] < accuracy["float16_static"]
-
-
-@pytest.mark.slow
-def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
+def test_float16_flushes_gradients_and_learns_nothing_without_a_dynamic_scale(full_run):
     _, results, _ = full_run
     flushed = {name: figures["flushed_to_zero"] for name, figures in results.items()}
     assert flushed["float32"] == 0
@@ -72,6 +57,11 @@ def test_a_scale_keeps_gradients_from_being_flushed_to_zero(full_run):
     assert flushed["float16_dynamic"] < 0.01
     assert results["float16_static"]["final_scale"] == 8
     assert results["float16_dynamic"]["final_scale"] > 2**15
+    accuracy = {name: figures["accuracy"] for name, figures in results.items()}
+    assert accuracy["float16"] < 0.2
+    assert accuracy["float32"] > 0.9
+    assert accuracy["float16_dynamic"] == pytest.approx(accuracy["float32"], abs=0.015)
+    assert accuracy["float16"] < accuracy["float16_static"]
 
 
 @pytest.mark.slow
@@ -149,18 +139,33 @@ def test_a_rule_is_that_of_the_dynamic_variant_and_no_results_are_written_unaske
     assert "results:" not in capsys.readouterr().out
 
 
-def test_zero_steps_are_refused(capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        demo.main(["--steps", "0"])
-    assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+SEED = "--seed: must be an integer from 0 to 2**32 - 1, got"
+ONE_FILE = "--json and --plot must be two files, got"
+REFUSED = [
+    (["--steps", "0"], "--steps must be at least 1, got 0"),
+    (["--seed", "0", str(2**32)], f"{SEED} {2**32}"),
+    (["--seed", "0", "-1"], f"{SEED} -1"),
+    (["--seed", "0", "one"], f"{SEED} one"),
+    (["--json", "a.png", "--plot", "./a.png"], f"{ONE_FILE} a.png twice"),
+    (["--json", DEFAULT], f"{ONE_FILE} {DEFAULT} twice"),
+    (["--json", "missing/r.json"], "argument --json: cannot"),
+    (["--json", "missing/r.json"], "No such file or directory"),
+    (["--json", "."], "Is a directory"),
+    (["--plot", "missing/p.png"], "No such file or directory"),
+    (["--plot", "picture.docx"], "Format 'docx' is not supported"),
+]
 
 
-@pytest.mark.parametrize("seed", ["99999999999999999999", str(2**32), "-1", "one"])
-def test_a_seed_outside_32_bits_is_refused(seed, capsys):
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_cannot_work_are_refused_before_the_training(
+    options, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "train", None)  # It is never called.
     with pytest.raises(SystemExit, match=r"^2$"):
-        demo.main(["--seed", "0", seed])
-    message = f"--seed: must be an integer from 0 to 2**32 - 1, got {seed}"
+        demo.main(options)
     assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_largest_seed_makes_a_key():
@@ -169,58 +174,12 @@ def test_the_largest_seed_makes_a_key():
     assert jax.random.key(seed[0]).shape == ()
 
 
-def test_results_and_picture_in_one_file_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "train", None)  # It is never called.
-    for files in (["--json", "a.png", "--plot", "./a.png"], ["--json", DEFAULT]):
-        with pytest.raises(SystemExit, match=r"^2$"):
-            demo.main(files)
-        message = f"--json and --plot must be two files, got {files[1]} twice"
-        assert message in capsys.readouterr().err
-
-
-WITHOUT_EACH_PACKAGE = """
-import sys
-
-for missing in ("flax", "matplotlib", "sklearn", "tqdm"):
-    sys.modules[missing] = None
-    try:
-        import optax_lossscale.demo
-    except ImportError as error:
-        print(f"{type(error).__name__}: {error}")
-    del sys.modules[missing]
-"""
-
-
-def test_the_demo_says_what_to_install_if_a_package_is_missing():
-    command = [sys.executable, "-c", WITHOUT_EACH_PACKAGE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    for line in lines:
-        assert "ImportError: the demo needs" in line
-        assert "pip install 'optax-lossscale[demo]'" in line
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "reason"),
-    [
-        ("--json", "missing/r.json", "No such file or directory"),
-        ("--json", ".", "Is a directory"),
-        ("--plot", "missing/p.png", "No such file or directory"),
-        ("--plot", "picture.docx", "Format 'docx' is not supported"),
-    ],
-)
-def test_files_that_cannot_be_written_are_refused_before_the_training(
-    option, name, reason, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(demo, "train", None)  # It is never called.
-    with pytest.raises(SystemExit, match=r"^2$"):
-        demo.main([option, str(tmp_path / name)])
-    message = capsys.readouterr().err
-    assert f"argument {option}: cannot" in message
-    assert reason in message
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("package", ["flax", "matplotlib", "sklearn", "tqdm"])
+def test_the_demo_says_what_to_install_if_a_package_is_missing(package, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'optax-lossscale\[demo\]'"):
+        runpy.run_path(demo.__file__)
 
 
 def test_a_run_that_fails_leaves_the_files_as_they_were(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
     Attributes:
       step: Takes rows, trains, and returns the loss.
-      parts: Returns the parameters and the statistics.
+      parts: Returns the parameters, the statistics and the inner optimizer state.
       scaled: Returns what holds the loss scale.
     """
 
@@ -87,7 +87,11 @@ def in_nnx():
 
     return Run(
         lambda x: step(model, optimizer, x, Y),
-        lambda: [nnx.state(model, kind) for kind in (nnx.Param, nnx.BatchStat)],
+        lambda: (
+            nnx.state(model, nnx.Param),
+            nnx.state(model, nnx.BatchStat),
+            optimizer.opt_state.inner_state,
+        ),
         lambda: optimizer,
     )
 
@@ -128,7 +132,10 @@ def in_linen():
         state, statistics, loss = step(state, statistics, x, Y)
         return loss
 
-    return Run(train, lambda: (state.params, statistics), lambda: state)
+    def parts():
+        return state.params, statistics, state.opt_state.inner_state
+
+    return Run(train, parts, lambda: state)
 
 
 class EqxNet(eqx.Module):
@@ -173,7 +180,10 @@ def in_equinox():
         model, opt_state, statistics, loss = step(model, opt_state, statistics, x, Y)
         return loss
 
-    return Run(train, lambda: (model, statistics), lambda: opt_state)
+    def parts():
+        return model, statistics, opt_state.inner_state
+
+    return Run(train, parts, lambda: opt_state)
 
 
 @pytest.mark.parametrize("start", [in_nnx, in_linen, in_equinox])
@@ -181,11 +191,12 @@ def test_three_lines_train_and_a_skipped_step_changes_nothing(start):
     run = start()
     losses = [float(run.step(X)) for _ in range(40)]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
-    params, statistics = map(flat, run.parts())
+    params, statistics, inner_state = map(flat, run.parts())
     assert np.any(statistics != 0)
     assert np.isnan(run.step(BAD_X))
-    np.testing.assert_array_equal(flat(run.parts()[0]), params)
-    np.testing.assert_array_equal(flat(run.parts()[1]), statistics)
+    after = map(flat, run.parts())
+    for actual, expected in zip(after, (params, statistics, inner_state), strict=True):
+        np.testing.assert_array_equal(actual, expected)
     metrics = ols.loss_scale_metrics(run.scaled())
     assert (metrics["loss_scale"], metrics["total_notfinite"]) == (SCALE / 2, 1)
     assert np.isfinite(run.step(X))

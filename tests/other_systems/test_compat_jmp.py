@@ -12,18 +12,15 @@ import json
 import pathlib
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
-from helpers.inner import lenient
 from optax_lossscale.compat import jmp
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -39,7 +36,7 @@ def dynamic(scale, *args, **settings):
 def after(loss_scale, history):
     """The loss scale after a history of finite and nonfinite steps."""
     for finite in history:
-        loss_scale = loss_scale.adjust(jnp.bool_(finite))
+        loss_scale = loss_scale.adjust(finite)
     return loss_scale
 
 
@@ -72,11 +69,6 @@ def test_the_dynamic_scale_follows_what_was_recorded_from_jmp(trace):
     if np.frexp(config["factor"])[0] == 0.5:
         assert scales[:steps].tolist() == real[:steps].tolist()
     assert counters[:steps].tolist() == trace["counter"][:steps]
-
-
-@pytest.mark.parametrize("finite", [True, np.bool_(True), np.asarray(True)])
-def test_verdicts_can_be_of_python_or_numpy_and_settings_whole_floats(finite):
-    assert dynamic(8.0, period=1.0, factor=2.0).adjust(finite).loss_scale == 16.0
 
 
 def test_a_verdict_that_is_no_scalar_is_refused_as_jmp_refuses_it():
@@ -150,23 +142,17 @@ REBUILD = {
 
 @pytest.mark.parametrize(
     "floor",
-    [0.25, np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)],
-    ids=lambda floor: type(floor).__name__,
+    [0.1, np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)],
+    ids=["rounded", "scalar", "numpy", "jax"],
 )
 def test_the_floor_survives_when_the_tree_is_rebuilt(floor):
     # jmp's pull request 44: there the floor is 1 from then on.
     loss_scale = dynamic(1.0, min_loss_scale=floor)
     for rebuild in REBUILD.values():
         rebuilt = rebuild(loss_scale)
-        assert rebuilt.min_loss_scale == 0.25
+        assert rebuilt.min_loss_scale == np.float32(floor)
         assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
-    assert after(rebuilt, [False] * 4).loss_scale == 0.25
-
-
-def test_a_floor_that_float32_rounds_keeps_one_tree_structure():
-    loss_scale = dynamic(1.0, min_loss_scale=0.1)
-    rebuilt = REBUILD["tree.map"](loss_scale)
-    assert jax.tree.structure(rebuilt) == jax.tree.structure(loss_scale)
+    assert after(rebuilt, [False] * 4).loss_scale == np.float32(floor)
 
 
 def test_a_traced_floor_is_refused():
@@ -220,42 +206,45 @@ def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter, traces):
     assert loss_scale.loss_scale == 2.0**14
 
 
-@pytest.mark.parametrize(
-    ("first", "history", "expected"),
-    [
-        # jmp's issue 47: `adjust` raises a TypeError. 2**16 is infinity in float16.
-        (2.0**14, [True, True, True, False], [2.0**15, 2.0**15, 2.0**15, 2.0**14]),
-        (2.0**-23, [False] * 3, [2.0**-24] * 3),
-    ],
-)
-def test_a_float16_scale_stays_where_float16_ends(first, history, expected):
-    loss_scale = jmp.DynamicLossScale(jnp.float16(first), period=1, min_loss_scale=0.0)
-    _, (scales, _) = scanned(loss_scale, history)
-    assert scales.tolist() == expected
-    assert scales.dtype == jnp.float16
-
-
 def test_a_scale_with_an_axis_of_devices_is_adjusted_outside_pmap_too():
     loss_scale = stacked(dynamic(8.0, jnp.int32(0), period=1))
     assert loss_scale.adjust(True).loss_scale.tolist() == [16.0, 16.0]
-    shapes = jax.tree.map(jnp.shape, loss_scale.to_state())
-    assert shapes == jax.tree.map(lambda _: (2,), ols.presets.jmp().init())
 
 
 # Scales out of range.
 
 
+def dynamic_float16(scale, **settings):
+    return jmp.DynamicLossScale(jnp.float16(scale), **settings)
+
+
+FLOORLESS = {"min_loss_scale": 0.0}
+LAST_SCALES = {
+    # jmp goes to 2**127, whose reciprocal is flushed to zero.
+    "largest": (dynamic(2.0**125, period=1), [True] * 3, 2.0**126),
+    "smallest": (dynamic(2.0**-124, **FLOORLESS), [False] * 5, 2.0**-126),
+    "zero": (dynamic(0.0, **FLOORLESS), [False], 2.0**-126),
+    "zero, floor": (dynamic(0.0, min_loss_scale=0.5), [False], 0.5),
+    # jmp's issue 47: `adjust` raises a TypeError. 2**16 is infinity in float16.
+    "float16, largest": (dynamic_float16(2.0**14, period=1), [True] * 3, 2.0**15),
+    "float16, smallest": (
+        dynamic_float16(2.0**-23, **FLOORLESS),
+        [False] * 3,
+        2.0**-24,
+    ),
+    "a restored counter beyond the period": (
+        dynamic(8.0, jnp.int32(7), period=5),
+        [True],
+        16.0,
+    ),
+    "whole numbers as floats": (dynamic(8.0, period=1.0, factor=2.0), [True], 16.0),
+}
+
+
 @pytest.mark.parametrize(
-    ("first", "history", "last"),
-    [
-        # jmp goes to 2**127, whose reciprocal is flushed to zero.
-        (2.0**125, [True] * 3, 2.0**126),
-        (2.0**-124, [False] * 5, 2.0**-126),
-        (0.0, [False], 2.0**-126),
-    ],
+    ("loss_scale", "history", "last"), LAST_SCALES.values(), ids=LAST_SCALES
 )
-def test_the_scale_stays_where_its_reciprocal_is_normal(first, history, last):
-    loss_scale = dynamic(first, period=1, min_loss_scale=0.0)
+def test_the_scale_stays_where_its_reciprocal_is_normal(loss_scale, history, last):
     assert after(loss_scale, history).loss_scale == last
 
 
@@ -264,12 +253,6 @@ def test_a_scale_above_the_range_comes_back(damaged):
     loss_scale = dynamic(damaged)
     assert after(loss_scale, [False]).loss_scale == 2.0**125
     assert loss_scale.to_state().loss_scale == 2.0**126
-
-
-def test_a_scale_of_zero_becomes_the_floor_as_in_jmp():
-    loss_scale = dynamic(0.0, min_loss_scale=0.5)
-    assert not jmp.all_finite(loss_scale.unscale(loss_scale.scale(jnp.float32(1.0))))
-    assert after(loss_scale, [False]).loss_scale == 0.5
 
 
 @BOTH
@@ -282,11 +265,6 @@ def test_what_was_multiplied_by_a_scale_above_the_range_is_divided_again(cls):
         assert_same_bits(jax.jit(there_and_back)(cls(scale), x), x)
 
 
-def test_a_restored_counter_beyond_the_period_grows_at_once():
-    loss_scale = dynamic(8.0, jnp.int32(7), period=5)
-    assert after(loss_scale, [True]).loss_scale == 16.0
-
-
 # Trees of gradients.
 
 
@@ -297,15 +275,6 @@ def test_floating_leaves_are_multiplied_and_divided_by_the_scale(cls):
     assert scaled["a"].tolist() == [24.0, -4.0]
     assert (scaled["b"], scaled["c"]) == (None, 8 + 16j)
     assert_same_bits(cls(jnp.float32(8.0)).unscale(scaled), tree)
-
-
-@BOTH
-def test_a_scale_that_is_no_power_of_two_multiplies_by_its_rounded_reciprocal(cls):
-    # jmp's arithmetic: the reciprocal is rounded first, and then the product.
-    grads = np.linspace(-5, 5, 101, dtype=np.float32)
-    expected = grads * (np.float32(1) / np.float32(10.7))
-    unscaled = cls(jnp.float32(10.7)).unscale(jnp.asarray(grads))
-    assert_same_bits(unscaled, jnp.asarray(expected))
 
 
 @pytest.mark.parametrize("first", [2.0**15, jnp.asarray(2.0**15)], ids=["py", "weak"])
@@ -340,16 +309,12 @@ def test_float64_stays_and_is_scaled_in_float64():
         assert_same_bits(jax.tree.leaves(adjusted), [jnp.float64(16.0), jnp.int64(0)])
 
 
-def test_no_loss_scale_returns_the_same_objects():
+def test_static_and_no_loss_scales_never_change():
     loss_scale, tree = jmp.NoOpLossScale(), {"a": jnp.ones(2)}
     assert loss_scale.scale(tree) is loss_scale.unscale(tree) is tree
-    assert loss_scale.adjust(False) is loss_scale
     assert loss_scale.loss_scale == 1
-
-
-def test_a_static_scale_never_changes():
-    loss_scale = jmp.StaticLossScale(8.0)
-    assert loss_scale.adjust(False) is loss_scale
+    for loss_scale in (jmp.NoOpLossScale(), jmp.StaticLossScale(8.0)):
+        assert loss_scale.adjust(False) is loss_scale
 
 
 def test_select_tree_takes_one_tree_or_the_other():
@@ -393,11 +358,8 @@ def test_an_integer_scale_or_floor_warns_in_the_callers_file(value):
         jmp.DynamicLossScale(8.0, min_loss_scale=value)
 
 
-def test_a_floating_scale_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for value in (8.0, np.float32(8.0), jnp.float16(8.0), object()):
-            jmp.DynamicLossScale(value)
+def test_an_object_that_stands_for_an_array_does_not_warn():
+    assert jmp.DynamicLossScale(object()).period == 2000
 
 
 # Policies.
@@ -484,95 +446,7 @@ def test_a_policy_casts_floating_arrays_and_nothing_else():
         assert all(result[name] is leaf for name, leaf in kept.items())
 
 
-# The way on, and back.
-
-SETTINGS = {"period": 3, "factor": 4, "min_loss_scale": 0.25}
-FIRST_SCALE = 2.0**14
-# Its products are exact, however XLA combines them with sums.
-SGD = lenient(optax.sgd(2.0**-3, momentum=0.5))
-POLICY = jmp.get_policy("p=f32,c=f16,o=f32")
-STEPS = 16
-
-
-def loss_fn(params, batch):
-    low, x = POLICY.cast_to_compute((params, batch))
-    return jnp.mean(POLICY.cast_to_output(jnp.tanh(x @ low["w"]) @ low["v"]) ** 2)
-
-
-def batches():
-    """Random batches; on three steps an entry overflows in float16."""
-    batches = np.random.default_rng(0).normal(size=(STEPS, 4, 3)).astype(np.float32)
-    batches[[5, 6, 11], 0, 0] = 1e5
-    return jnp.asarray(batches)
-
-
-@jax.jit
-def jmp_step(params, inner_state, loss_scale, batch):
-    """A step in jmp's form."""
-    scaled_loss = lambda params: loss_scale.scale(loss_fn(params, batch))  # noqa: E731
-    grads = loss_scale.unscale(jax.grad(scaled_loss)(params))
-    grads_finite = jmp.all_finite(grads)
-    loss_scale = loss_scale.adjust(grads_finite)
-    updates, new_state = SGD.update(grads, inner_state, params)
-    new = (optax.apply_updates(params, updates), new_state)
-    params, inner_state = jmp.select_tree(grads_finite, new, (params, inner_state))
-    return params, inner_state, loss_scale
-
-
-RULE = ols.presets.jmp(FIRST_SCALE, **SETTINGS)
-TX = ols.loss_scaled(SGD, RULE)
-
-
-@jax.jit
-def own_step(params, opt_state, batch):
-    """The same step in this package's own form."""
-    grads = ols.scaled_grad(loss_fn, opt_state)(params, batch)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
-
-
-@pytest.mark.parametrize(("there", "back"), [(0, 6), (4, 12), (6, STEPS)])
-def test_a_run_carried_over_to_loss_scaled_and_back_keeps_every_bit(there, back):
-    params = {"w": jnp.full((3, 2), 0.5), "v": jnp.asarray([1.0, -0.5])}
-    history = [(params, SGD.init(params), dynamic(FIRST_SCALE, **SETTINGS))]
-    for batch in batches():
-        history.append(jmp_step(*history[-1], batch))
-    skipped = {i for i in range(STEPS) if history[i + 1][2].counter == 0}
-    assert skipped > {5, 6, 11}  # The others are growths.
-
-    params, inner_state, loss_scale = history[there]
-    opt_state = ols.LossScaledState(loss_scale.to_state(), inner_state)
-    for batch in batches()[there:back]:
-        params, opt_state = own_step(params, opt_state, batch)
-    assert opt_state.loss_scale_state.step_count == back - there
-    returned = jmp.DynamicLossScale.from_state(opt_state, **SETTINGS)
-    carry = params, opt_state.inner_state, returned
-    assert_same_bits(carry, history[back])
-    for batch, expected in zip(batches()[back:], history[back + 1 :], strict=True):
-        carry = jmp_step(*carry, batch)
-        assert_same_bits(carry, expected)
-
-
-def test_a_state_made_from_a_dynamic_scale_is_one_of_the_preset():
-    loss_scale = jmp.DynamicLossScale(jnp.float16(8.0), 2, **SETTINGS)
-    state = loss_scale.to_state()
-    first = RULE.init()
-    expected = first._replace(
-        loss_scale=jnp.float32(8.0),
-        rule_state=first.rule_state._replace(growth_count=jnp.int32(2)),
-    )
-    assert_same_bits(state, expected)
-    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
-
-
-def test_the_fields_of_a_state_have_buffers_of_their_own():
-    # Else a step that donates the state would delete the scale that it was made from.
-    loss_scale = dynamic(8.0, jnp.int32(2))
-    state = loss_scale.to_state()
-    back = jmp.DynamicLossScale.from_state(state)
-    leaves = jax.tree.leaves((loss_scale, state, back))
-    pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
-    assert len(pointers) == len(leaves)
+# To other forms, and what is refused.
 
 
 def test_static_and_no_loss_scale_are_carried_over_too():
@@ -584,17 +458,6 @@ def test_static_and_no_loss_scale_are_carried_over_too():
     assert jmp.NoOpLossScale.from_state(state) == jmp.NoOpLossScale()
     with pytest.raises(ValueError, match="`state` must hold a state of no_loss_scale"):
         jmp.NoOpLossScale.from_state(ols.static_loss_scale(8.0).init())
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [ols.smooth_loss_scale(), ols.presets.deepspeed(), ols.no_loss_scale()],
-    ids=["smooth", "deepspeed", "none"],
-)
-@BOTH
-def test_a_state_of_another_rule_is_refused(cls, rule):
-    with pytest.raises(ValueError, match="got one of another rule"):
-        cls.from_state(rule.init())
 
 
 def test_a_static_scale_that_no_rule_can_have_is_refused():
@@ -621,9 +484,3 @@ def test_a_static_scale_is_not_made_of_a_traced_state():
     state = ols.static_loss_scale(8.0).init()
     with pytest.raises(TypeError, match="`state` must hold arrays with values"):
         jax.jit(jmp.StaticLossScale.from_state)(state)
-
-
-def test_the_rule_has_the_settings_of_the_object():
-    settings = {"period": 5, "factor": 4, "min_loss_scale": 0.5}
-    rule = dynamic(8.0, **settings).to_rule()
-    assert rule.settings == {"loss_scale": 2.0**15, **settings}

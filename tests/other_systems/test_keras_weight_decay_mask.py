@@ -1,6 +1,5 @@
 """`weight_decay_mask`, Keras's `exclude_from_weight_decay`, and frozen parameters."""
 
-import chex
 import equinox as eqx
 import flax.nnx as nnx
 import jax
@@ -41,7 +40,7 @@ def step(tx, params, grads=None, opt_state=None):
     """Parameters and state after one step, with zero gradients if none are given."""
     opt_state = tx.init(params) if opt_state is None else opt_state
     grads = jax.tree.map(jnp.zeros_like, params) if grads is None else grads
-    updates, opt_state = jax.jit(tx.update)(grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
@@ -63,27 +62,10 @@ def test_only_parameters_that_the_mask_marks_decay(mask):
     assert (params["layer"]["bias"], params["norm"]) == (3.0, 4.0)
 
 
-def test_a_mask_can_be_a_prefix_of_the_parameters():
-    params, _ = step(halved({"layer": False, "norm": True}), PARAMS)
-    assert_same_bits(params["layer"], PARAMS["layer"])
-    assert params["norm"] == 2.0
-
-
 @pytest.mark.parametrize("mask", [None, True, lambda params: True])
 def test_without_exceptions_everything_decays(mask):
     expected = jax.tree.map(lambda p: p / 2, PARAMS)
     assert_same_bits(step(halved(mask), PARAMS)[0], expected)
-
-
-def test_a_mask_gives_what_the_mask_of_adamw_gives():
-    # Optax decays after Adam, in one update; here the decay comes first, as in Keras.
-    # On the first step Adam's part is the same.
-    settings = {"weight_decay_mask": exclude_by_name, "learning_rate": 0.1}
-    ours = ols.loss_scale_optimizer(optax.adam(0.1), 1.0, weight_decay=0.2, **settings)
-    theirs = optax.adamw(0.1, weight_decay=0.2, mask=exclude_by_name)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    actual, expected = (step(tx, PARAMS, grads)[0] for tx in (ours, theirs))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
 def test_the_inner_optimizer_sees_excluded_parameters_as_they_are():
@@ -95,11 +77,10 @@ def test_the_inner_optimizer_sees_excluded_parameters_as_they_are():
     assert updates["norm"] == 4.0
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_mask_works_with_half_precision_accumulation_and_an_average(dtype):
+def test_a_mask_works_with_half_precision_accumulation_and_an_average():
     options = {"use_ema": True, "gradient_accumulation_steps": 2}
     tx = halved(exclude_by_name, optax.adam(1e-2), **options)
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     opt_state = tx.init(params)
     before = types((params, opt_state))
     for _ in range(2):
@@ -127,9 +108,7 @@ def test_a_mask_works_in_an_nnx_optimizer(make_mask):
     np.testing.assert_array_equal(model.bias[...], 1.0)
 
 
-@pytest.mark.fast_every(2)
-@pytest.mark.parametrize("is_tree", [False, True])
-@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize(("is_tree", "is_filtered"), [(True, False), (False, True)])
 def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):
     # A module of bools is callable, as the module that it was made from.
     model = eqx.nn.MLP(2, 2, 4, depth=1, key=jax.random.key(0))
@@ -138,8 +117,7 @@ def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):
     window = 1 if is_filtered else None
     tx = halved(mask, use_ema=True, gradient_accumulation_steps=window)
     grads = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
-    update = eqx.filter_jit(tx.update)
-    updates, opt_state = update(grads, tx.init(params), model)
+    updates, opt_state = tx.update(grads, tx.init(params), model)
     new = eqx.apply_updates(model, updates)
     for old_layer, new_layer in zip(model.layers, new.layers, strict=True):
         np.testing.assert_array_equal(new_layer.weight, old_layer.weight / 2)
@@ -194,14 +172,14 @@ FREEZING = {
 }
 # 0.99 times it plus 0.01 times it is not exactly 0.7 in float32.
 AWKWARD = jax.tree.map(lambda p: p * jnp.float32(0.7), PARAMS)
+AWKWARD["norm"] = AWKWARD["norm"].astype(jnp.float16)
 
 
-@pytest.mark.fast_every(3)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", FREEZING)
-def test_frozen_parameters_keep_every_bit(name, dtype):
+def test_frozen_parameters_keep_every_bit(name):
     tx = freezing(**FREEZING[name])
-    params = start = jax.tree.map(lambda p: p.astype(dtype), AWKWARD)
+    params = start = AWKWARD
     opt_state = tx.init(params)
     update = jax.jit(tx.update)
     for i in range(8):

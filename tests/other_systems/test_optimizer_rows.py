@@ -93,7 +93,7 @@ def row(page, name):
     return [code for code in codes if re.match(r"optax\.|[a-z_]+\(", code)], text
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(("page", "name"), CASES)
 def test_a_row_names_an_exact_optimizer_and_says_how_far_off_others_are(page, name):
     codes, text = row(page, name)
@@ -122,28 +122,6 @@ def test_ftrl_has_the_penalties_of_keras(l1, l2):
     keras_ftrl = written_out("keras")["keras_ftrl"]
     apart = distances(lambda: keras_ftrl(1e-3, l1, l2), partial(ftrl, l1=l1, l2=l2))
     assert max(apart) < TOLERANCE
-
-
-def test_ftrl_takes_the_steps_of_adagrad_from_zero_weights():
-    zeros = jax.tree.map(np.zeros_like, first_weights())
-    apart = distances(lambda: optax.adagrad(1e-3, eps=0.0), ftrl, zeros)
-    assert max(apart) < TOLERANCE
-
-
-def test_momentum_with_a_schedule_adds_up_steps_as_keras_does():
-    codes, _ = row("keras", "SGD(momentum=0.9)")
-    (code,) = [code for code in codes if "constant_schedule" in code]
-    constant, falling = "constant_schedule(0.01)", "linear_schedule(0.01, 0.0, 30)"
-
-    def step_of_keras(w, g, kept, t):
-        kept["velocity"] = 0.9 * kept["velocity"] - 0.01 * (1 - (t - 1) / 30) * g
-        return w + kept["velocity"]
-
-    def apart(code):
-        return max(distances(lambda: eval(code, {"optax": optax}), step_of_keras))
-
-    assert apart(code.replace(constant, falling)) < TOLERANCE
-    assert apart("optax.sgd(optax.linear_schedule(0.01, 0.0, 30), 0.9)") > 0.01
 
 
 def test_adafactor_factors_other_dimensions_of_a_window_larger_than_its_channels():

