@@ -330,6 +330,7 @@ def test_what_is_no_rule_is_refused_with_the_call_that_makes_one(call, rule, hin
         call(adam(), rule)
 
 
+@pytest.mark.parametrize("call", [ols.loss_scaled, ols.master_weights])
 @pytest.mark.parametrize(
     ("inner", "hint"),
     [
@@ -338,10 +339,19 @@ def test_what_is_no_rule_is_refused_with_the_call_that_makes_one(call, rule, hin
         (RULE, r"`loss_scaled\(optimizer, rule\)`"),
     ],
 )
-def test_an_inner_optimizer_of_the_wrong_type_is_refused(inner, hint):
+def test_an_inner_optimizer_of_the_wrong_type_is_refused(call, inner, hint):
     message = f"`inner` must be an optimizer with `init` and.*{hint}"
     with pytest.raises(TypeError, match=message):
-        ols.loss_scaled(inner)
+        call(inner)
+
+
+@pytest.mark.parametrize(
+    ("call", "flag"),
+    [(ols.loss_scaled, "check_updates"), (ols.master_weights, "compact")],
+)
+def test_a_flag_must_be_true_or_false(call, flag):
+    with pytest.raises(TypeError, match=f"`{flag}` must be True or False, got 'yes'"):
+        call(adam(), **{flag: "yes"})
 
 
 def test_what_is_already_loss_scaled_is_refused():
