@@ -15,7 +15,7 @@ from helpers.compare import assert_same_bits, types
 from helpers.compat import IS_JAX_0_7
 from helpers.inner import adam, lenient
 from helpers.modules import Net, mean_square
-from helpers.steps import apply, eager_and_jitted, steps
+from helpers.steps import apply, steps
 
 RNG = np.random.default_rng(0)
 in_each_half = pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -64,9 +64,8 @@ def test_ties_in_bfloat16_go_away_from_zero_and_masters_stay_those_of_full_maste
     assert_same_bits(ols.full_masters(own, own_state), full_state.master_params)
 
 
-@eager_and_jitted
 @in_each_half
-def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, run):
+def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
     bits = RNG.integers(0, 2**16, size=(2, 50_000)).astype(np.uint16)
     start, target = (np.nan_to_num(x.view(dtype).astype(np.float32)) for x in bits)
     limit = float(jnp.finfo(dtype).max) / 4  # Differences of larger values overflow.
@@ -78,8 +77,8 @@ def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, run
     params = jnp.asarray(start, dtype)
     grads = [params.astype(jnp.float32) - between.astype(np.float32)]
     sgd = lenient(optax.sgd(1.0))
-    *_, (full, full_state) = steps(ols.master_weights(sgd), params, grads, run=run)
-    *_, (own, own_state) = steps(compact(sgd), params, grads, run=run)
+    *_, (full, full_state) = steps(ols.master_weights(sgd), params, grads)
+    *_, (own, own_state) = steps(compact(sgd), params, grads)
     np.testing.assert_array_equal(full, full_state.master_params.astype(dtype))
     master = np.asarray(ols.full_masters(own, own_state))
     if dtype == jnp.float16:

@@ -319,32 +319,21 @@ def test_what_a_call_changes_in_a_variable_reaches_it(beside, how):
 @pytest.mark.skipif(
     not hasattr(nnx, "set_graph_mode"), reason="this Flax's optimizer does not select"
 )
+@pytest.mark.parametrize("graph_mode", [True, False])
 @pytest.mark.parametrize(
     "wrt", [nnx.PathContains("head"), lambda path, _: path[0] == "head", nnx.Param]
 )
-def test_an_optimizer_of_several_modules_may_select_by_their_paths(wrt):
-    models = {name: nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for name in ("body", "head")}
-    tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(SCALE))
-    optimizer = nnx.Optimizer(models, tx, wrt=wrt)
-
-    def fun(models):
-        return jnp.sum(models["head"](models["body"](X)))
-
-    before = jnp.copy(models["body"].bias[...])
-    grads = ols.scaled_grad(fun, optimizer)(models)
-    optimizer.update(models, grads)
-    np.testing.assert_array_equal(models["head"].bias[...], [-4.0, -4.0])
-    is_frozen = bool(jnp.all(models["body"].bias[...] == before))
-    assert is_frozen == (wrt is not nnx.Param)
-
-
-@pytest.mark.skipif(not hasattr(nnx, "set_graph_mode"), reason="Flax has no tree mode")
-@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("bias")])
-def test_modules_train_in_the_tree_mode_of_nnx(wrt):
-    with nnx.set_graph_mode(False):
-        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+def test_an_optimizer_of_several_modules_may_select_by_their_paths(wrt, graph_mode):
+    with nnx.set_graph_mode(graph_mode):
+        models = {name: nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for name in ("body", "head")}
         tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(SCALE))
-        optimizer = nnx.Optimizer(model, tx, wrt=wrt)
-        grads = ols.scaled_grad(lambda m: jnp.sum(m(X)), optimizer)(model)
-        optimizer.update(model, grads)
-        np.testing.assert_array_equal(model.bias[...], [-4.0, -4.0])
+        optimizer = nnx.Optimizer(models, tx, wrt=wrt)
+
+        def fun(models):
+            return jnp.sum(models["head"](models["body"](X)))
+
+        before = jnp.copy(models["body"].bias[...])
+        optimizer.update(models, ols.scaled_grad(fun, optimizer)(models))
+        np.testing.assert_array_equal(models["head"].bias[...], [-4.0, -4.0])
+        is_frozen = bool(jnp.all(models["body"].bias[...] == before))
+        assert is_frozen == (wrt is not nnx.Param)
