@@ -39,6 +39,12 @@ def assert_skipped(params, before, updates, after):
     assert after.loss_scale_state.total_notfinite == total
 
 
+def with_scale(opt_state, value):
+    """The state with another loss scale, as if some of its bits had flipped."""
+    state = opt_state.loss_scale_state._replace(loss_scale=jax.numpy.float32(value))
+    return opt_state._replace(loss_scale_state=state)
+
+
 def recorder(seen):
     """An optimizer that records its arguments, and counts its updates."""
 

@@ -11,7 +11,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam, standard_promotion
-from helpers.steps import assert_skipped
+from helpers.steps import assert_skipped, with_scale
 from tools.faults import OPTIMIZERS, RULES, check, run
 
 
@@ -24,12 +24,6 @@ def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule):
 
 
 DAMAGED = [0.0, -8.0, jnp.nan, jnp.inf, 2.0**127, 1e-45]
-
-
-def with_scale(opt_state, value):
-    """The state with another loss scale, as if some of its bits had flipped."""
-    state = opt_state.loss_scale_state._replace(loss_scale=jnp.float32(value))
-    return opt_state._replace(loss_scale_state=state)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.nodes import Foreign
 from optax_lossscale._tree import (
     copy_wide,
     is_floating,
@@ -26,15 +27,6 @@ class Wrapped:
 
     def __jax_array__(self):
         return self.array
-
-
-class Foreign:
-    """An array of another library."""
-
-    dtype = "float32"
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray([np.nan])
 
 
 OTHERS = {

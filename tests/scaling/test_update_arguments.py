@@ -12,20 +12,12 @@ from flax import linen as nn
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam, standard_promotion
+from helpers.nodes import Foreign
 from helpers.steps import recorder
 
 PARAMS = {"w": jnp.asarray([1.0, -2.0])}
 GRADS = {"w": jnp.asarray([0.5, 0.25])}
 BAD_GRADS = {"w": jnp.asarray([jnp.nan, 0.25])}
-
-
-class ForeignArray:
-    """An array of another library."""
-
-    dtype = "float32"
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray([np.nan])
 
 
 KERAS_OPTIONS = {
@@ -83,7 +75,7 @@ CONSTANTS = {
     "dtype": np.dtype("float32"),
     "module": nn.Dense(2, dtype=jnp.float16),
     "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
-    "array of another library": ForeignArray(),
+    "array of another library": Foreign(),
 }
 
 

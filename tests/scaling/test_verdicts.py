@@ -9,7 +9,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import adam
-from helpers.steps import assert_skipped
+from helpers.steps import assert_skipped, with_scale
 
 PARAMS = jnp.asarray([1.0, -2.0])
 GRADS = jnp.asarray([0.5, 0.25])
@@ -28,12 +28,6 @@ RULES = {
 def make(name, **options):
     tx = ols.loss_scaled(adam(), RULES[name], **options)
     return tx, tx.init(PARAMS)
-
-
-def ruined(opt_state, loss_scale):
-    """The state with an unusable loss scale."""
-    state = opt_state.loss_scale_state._replace(loss_scale=jnp.float32(loss_scale))
-    return opt_state._replace(loss_scale_state=state)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -110,7 +104,7 @@ def test_gradients_that_are_unscaled_already_are_not_unscaled_again(name):
     by_update = jax.jit(lambda grads, opt_state: tx.update(grads, opt_state, PARAMS))
     for grads in (scaled, scaled.at[0].set(jnp.inf)):
         assert_same_bits(by_hand(grads, opt_state), by_update(grads, opt_state))
-    _, new = by_hand(scaled, ruined(opt_state, 0.0))
+    _, new = by_hand(scaled, with_scale(opt_state, 0.0))
     assert new.loss_scale_state.last_finite == (name == "none")
 
 
@@ -200,7 +194,7 @@ def test_the_state_tells_whether_the_step_was_applied(name, check_updates):
     for case in STEPS.values():
         verdicts = {k: case[k] for k in ("accept", "grads_finite") if k in case}
         is_ruined = "scale" in case and name != "none"
-        old = ruined(first, case["scale"]) if is_ruined else first
+        old = with_scale(first, case["scale"]) if is_ruined else first
         grads, params = case.get("grads", GRADS), case.get("params", PARAMS)
         new = step(old, params, grads, verdicts)
         was_applied = bool(new.inner_state == 1)
