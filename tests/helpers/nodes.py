@@ -1,6 +1,7 @@
-"""A node of one's own, whose leaves all have one key."""
+"""A node of one's own, whose leaves all have one key, and a foreign array."""
 
 import jax
+import numpy as np
 
 
 class Twins:
@@ -13,3 +14,12 @@ jax.tree_util.register_pytree_with_keys(
     lambda twins: ([(jax.tree_util.DictKey("x"), x) for x in twins.leaves], None),
     lambda _, leaves: Twins(*leaves),
 )
+
+
+class Foreign:
+    """An array of another library."""
+
+    dtype = "float32"
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray([np.nan])

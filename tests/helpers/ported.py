@@ -25,7 +25,8 @@ class Ported:
     * `init(seed)`, which returns the state: a dict of parameters, optimizer state and
       whatever else a step needs, such as a `key`;
     * `step(state, batch)`, jitted, which returns `(state, loss)`; by default that of
-      `self.tx` and `self.loss_fn(params, batch)`;
+      `self.tx` and `self.loss_fn(params, batch)`, or `self.loss_fn(params, key, batch)`
+      with a new key in each step, if the state has a `key`;
     * `batches(seed)`, which returns a list of batches, each a tree of arrays, at least
       one of which is floating.
 
@@ -63,11 +64,14 @@ class Ported:
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(self, state, batch):
-        params, opt_state = state["params"], state["opt_state"]
-        loss, grads = self.value_and_grad(self.loss_fn, opt_state)(params, batch)
+        params, opt_state, args = state["params"], state["opt_state"], (batch,)
+        if "key" in state:
+            key, step_key = jax.random.split(state["key"])
+            state, args = {**state, "key": key}, (step_key, batch)
+        loss, grads = self.value_and_grad(self.loss_fn, opt_state)(params, *args)
         updates, opt_state = self.tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state}, loss
+        return {**state, "params": params, "opt_state": opt_state}, loss
 
     def score(self, state, losses):
         """How well a state does, the lower the better, and positive.

@@ -68,7 +68,8 @@ def test_the_scopes_of_products_that_overflow_or_lose_much_are_suggested():
 
 def test_a_product_that_overflows_only_because_an_earlier_one_did_is_not_named():
     def loss_fn(weight, x):
-        with jax.named_scope("first"):  # The weight is beyond float16, the result is not.
+        # The weight is beyond the range of float16, and the result is not.
+        with jax.named_scope("first"):
             x = jnp.minimum(x @ weight, 6e4)
         with jax.named_scope("second"):
             return jnp.mean(x @ jnp.full((2, 2), 2.0))

@@ -86,12 +86,13 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # In `tests/scaling`:
-# 13, a small gradient that unscaling flushes to zero, and 26, gradients that are cast
-# down before they are unscaled: `test_unscale_does_not_underflow_in_float16`;
+# 13, a small gradient that unscaling flushes to zero, and 26, gradients cast down
+# before they are unscaled:
+# `test_unscale_does_not_underflow_in_float16_or_at_the_largest_scale`;
 # 14, a float16 loss that scaling makes infinite:
 # `test_scale_does_not_overflow_a_float16_loss`;
 # 15, weak types that cause a second compilation:
-# `test_a_step_is_compiled_only_once_while_the_scale_changes`,
+# `test_the_state_of_half_precision_parameters_is_and_stays_float32`,
 # `test_a_state_has_strong_types_that_are_the_same_in_x64`.
 
 
@@ -102,7 +103,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # In `tests/scaling`:
 # 17, counters whose dtypes x64 changes: `test_types_stay_the_same_in_x64`;
 # 18, a scale whose reciprocal is zero:
-# `test_unscale_at_the_largest_scale_does_not_flush_to_zero`,
+# `test_unscale_does_not_underflow_in_float16_or_at_the_largest_scale`,
 # `test_the_scale_never_exceeds_the_largest_scale_with_a_normal_reciprocal`,
 # `test_the_static_rule_refuses_an_unusable_scale`;
 # 19, a scale that falls to zero: `test_the_scale_stays_finite_and_inside_its_bounds`,
@@ -118,8 +119,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # `test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan`;
 # 23, a NaN from differentiating through a bad step:
 # `test_differentiating_through_a_bad_step_gives_no_nan`;
-# 24, a state that cannot be donated:
-# `test_no_two_fields_of_a_new_state_share_a_buffer`,
+# 24, a state that cannot be donated, as where two fields share a buffer:
 # `test_every_donated_buffer_is_reused`;
 # 25, batch statistics of a skipped step:
 # `test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped`.
@@ -153,8 +153,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 34, a float16 scalar loss that limits the scale:
-# `test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_no_more`,
-# `test_a_loss_computed_in_float32_allows_a_larger_scale`.
+# `test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_a_float32_loss_more`.
 
 
 # Others.
@@ -192,7 +191,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # `test_the_empty_dict_of_a_disabled_scaler_goes_to_torch_and_back`;
 # 11, zero or infinity as a scale: `test_set_refuses_an_unusable_value`;
 # 12, hysteresis, which spares the scale a bad batch:
-# `test_hysteresis_refilled_by_finite_steps_counts_consecutive_nonfinite_steps`.
+# `test_hysteresis_counts_nonfinite_steps_until_it_is_refilled`.
 
 
 # 13, a tree without gradients:
@@ -203,7 +202,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # `test_a_static_scale_counts_skipped_steps_only_if_it_skips`;
 # 15, bfloat16 gradients, which cannot be scaled: JAX's 2, above;
 # 16, large gradients whose sum is infinite:
-# `test_all_finite_is_not_fooled_by_a_sum_that_overflows`;
+# `test_numbers_whose_sum_overflows_are_finite_and_each_part_has_its_magnitude`;
 # 17, how verdicts are joined: the minimum of bools, or the maximum of magnitudes in
 # which NaN has become infinity (`test_the_headroom_rule_sees_a_nan_on_any_shard`).
 

@@ -6,8 +6,6 @@ That function needs `full_precision`: it writes log(0) as -100000, and picks the
 with a matrix product, where -100000 would be minus infinity in float16.
 """
 
-import functools
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -59,16 +57,6 @@ class Program(Ported):
         key, init_key = jax.random.split(jax.random.key(seed))
         params = jax.jit(self.model.init)(init_key, jnp.zeros((1, 8, LONGEST * WIDTH)))
         return {"params": params, "opt_state": self.tx.init(params), "key": key}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, batch):
-        params, opt_state = state["params"], state["opt_state"]
-        key, dropout_key = jax.random.split(state["key"])
-        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
-        loss, grads = grad_fn(params, dropout_key, batch)
-        updates, opt_state = self.tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state, "key": key}, loss
 
     def batches(self, seed):
         rng = np.random.default_rng(seed)

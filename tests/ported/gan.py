@@ -93,12 +93,8 @@ class Program(Ported):
         updates, opt_state = self.tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         stats = self.where_applied(opt_state, stats, state["stats"])
-        return {
-            "params": params,
-            "opt_state": opt_state,
-            "stats": stats,
-            "key": key,
-        }, loss
+        state = {**state, "stats": stats, "key": key}
+        return {**state, "params": params, "opt_state": opt_state}, loss
 
     def score(self, state, losses):
         """The energy distance between generated and real digits."""

@@ -65,7 +65,8 @@ def trajectories():
     return np.asarray(jax.jit(jax.vmap(functools.partial(solve, oscillator)))(starts))
 
 
-def loss_fn(field, trajectories):
+def loss_fn(static, params, trajectories):
+    field = eqx.combine(params, static)
     solutions = jax.vmap(solve, in_axes=(None, 0))(field, trajectories[:, 0])
     return jnp.mean((solutions - trajectories) ** 2)
 
@@ -77,26 +78,12 @@ class Program(Ported):
     def __init__(self, half):
         super().__init__(half)
         self.tx = self.loss_scaled(optax.adabelief(1e-2))
-        self.loss_fn = self.autocast(loss_fn)
-        self.static = eqx.filter(Field(jax.random.key(0)), eqx.is_array, inverse=True)
-
-    def value_and_grad(self, loss_fn, opt_state):
-        if self.half:
-            return super().value_and_grad(loss_fn, opt_state)
-        return eqx.filter_value_and_grad(loss_fn)
+        static = eqx.filter(Field(jax.random.key(0)), eqx.is_array, inverse=True)
+        self.loss_fn = self.autocast(functools.partial(loss_fn, static))
 
     def init(self, seed):
         params = eqx.filter(Field(jax.random.key(seed)), eqx.is_array)
         return {"params": params, "opt_state": self.tx.init(params)}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, trajectories):
-        field, opt_state = eqx.combine(state["params"], self.static), state["opt_state"]
-        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
-        loss, grads = grad_fn(field, trajectories)
-        updates, opt_state = self.tx.update(grads, opt_state)
-        params = eqx.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}, loss
 
     def batches(self, seed):
         return random_batches(seed, STEPS, BATCH, trajectories())

@@ -7,7 +7,6 @@ alternate, and pixels get uniform noise. Here the layers are affine, as those of
 8 pixels with 17 levels, and the loss is in bits per pixel.
 """
 
-import functools
 import math
 
 import distrax
@@ -72,16 +71,6 @@ class Program(Ported):
         key, init_key = jax.random.split(jax.random.key(seed))
         params = log_prob.init(init_key, IMAGES[:1])
         return {"params": params, "opt_state": self.tx.init(params), "key": key}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(self, state, images):
-        params, opt_state = state["params"], state["opt_state"]
-        key, noise_key = jax.random.split(state["key"])
-        grad_fn = self.value_and_grad(self.loss_fn, opt_state)
-        loss, grads = grad_fn(params, noise_key, images)
-        updates, opt_state = self.tx.update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state, "key": key}, loss
 
     def batches(self, seed):
         return random_batches(seed, STEPS, BATCH, IMAGES)

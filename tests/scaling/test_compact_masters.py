@@ -14,10 +14,11 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import IS_JAX_0_7
 from helpers.inner import adam, lenient
-from helpers.steps import apply, eager_and_jitted, steps
+from helpers.modules import Net, mean_square
+from helpers.steps import apply, steps
 
 RNG = np.random.default_rng(0)
-HALVES = [jnp.float16, jnp.bfloat16]
+in_each_half = pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 
 
 def compact(inner):
@@ -34,27 +35,21 @@ def values(dtype, size=2000):
     return jnp.asarray(np.concatenate([numbers, [0.0, -0.0, 1.0, -1.0]]), dtype)
 
 
-@pytest.mark.fast_every(2)
-@eager_and_jitted
 @pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_inner_optimizer_sees_the_masters_that_it_sees_without_compact(
-    make, dtype, run
-):
+@in_each_half
+def test_the_inner_optimizer_sees_the_masters_that_it_sees_without_compact(make, dtype):
     params, inner = values(dtype), lenient(make(2.0**-8))
     grads = jnp.asarray(RNG.normal(size=(8, params.size)), dtype)
-    full = steps(ols.master_weights(inner), params, grads, run=run)
-    own = steps(compact(inner), params, grads, run=run)
-    for (_, full_state), (own_params, own_state) in zip(full, own, strict=True):
-        master = ols.full_masters(own_params, own_state)
-        expected = full_state.master_params
-        is_kept = np.ones(params.shape, bool)
-        if dtype == jnp.float16:  # Smaller masters have fewer bits.
-            is_kept = np.min(np.abs(masters_of(full)), axis=0) >= 2.0**-16
-            assert is_kept.mean() > 0.9
-            np.testing.assert_allclose(master, expected, rtol=0, atol=2.0**-36)
-        assert_same_bits(master[is_kept], expected[is_kept])
-        assert_same_bits(own_state.inner_state, full_state.inner_state)
+    full = steps(ols.master_weights(inner), params, grads)
+    own = steps(compact(inner), params, grads)
+    is_kept = np.ones(params.shape, bool)
+    if dtype == jnp.float16:  # Smaller masters have fewer bits.
+        is_kept = np.min(np.abs(masters_of(full)), axis=0) >= 2.0**-16
+        assert is_kept.mean() > 0.9
+    for master, (_, state) in zip(masters_of(own), full, strict=True):
+        np.testing.assert_allclose(master, state.master_params, rtol=0, atol=2.0**-36)
+        assert_same_bits(master[is_kept], state.master_params[is_kept])
+    assert_same_bits(own[-1][1].inner_state, full[-1][1].inner_state)
 
 
 def test_ties_in_bfloat16_go_away_from_zero_and_masters_stay_those_of_full_masters():
@@ -69,9 +64,8 @@ def test_ties_in_bfloat16_go_away_from_zero_and_masters_stay_those_of_full_maste
     assert_same_bits(ols.full_masters(own, own_state), full_state.master_params)
 
 
-@eager_and_jitted
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, run):
+@in_each_half
+def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
     bits = RNG.integers(0, 2**16, size=(2, 50_000)).astype(np.uint16)
     start, target = (np.nan_to_num(x.view(dtype).astype(np.float32)) for x in bits)
     limit = float(jnp.finfo(dtype).max) / 4  # Differences of larger values overflow.
@@ -83,8 +77,8 @@ def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype, run
     params = jnp.asarray(start, dtype)
     grads = [params.astype(jnp.float32) - between.astype(np.float32)]
     sgd = lenient(optax.sgd(1.0))
-    *_, (full, full_state) = steps(ols.master_weights(sgd), params, grads, run=run)
-    *_, (own, own_state) = steps(compact(sgd), params, grads, run=run)
+    *_, (full, full_state) = steps(ols.master_weights(sgd), params, grads)
+    *_, (own, own_state) = steps(compact(sgd), params, grads)
     np.testing.assert_array_equal(full, full_state.master_params.astype(dtype))
     master = np.asarray(ols.full_masters(own, own_state))
     if dtype == jnp.float16:
@@ -108,7 +102,7 @@ def test_a_parameter_that_falls_almost_to_zero_is_its_own_master():
     assert ols.full_masters(params, state) == 0
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@in_each_half
 def test_infinite_and_nan_parameters_keep_to_themselves(dtype):
     params = jnp.asarray([np.inf, -np.inf, np.nan, 1.0], dtype)
     tx = compact(lenient(optax.sgd(0.5)))
@@ -124,12 +118,8 @@ def test_infinite_and_nan_parameters_keep_to_themselves(dtype):
 
 
 def test_other_parameters_take_no_memory():
-    params = {
-        "w": jnp.ones(3, jnp.float16),
-        "norm": jnp.ones(3),
-        "i": jnp.arange(3, dtype=jnp.int16),
-        "none": None,
-    }
+    others = {"norm": jnp.ones(3), "i": jnp.arange(3, dtype=jnp.int16), "none": None}
+    params = {"w": jnp.ones(3, jnp.float16), **others}
     remainders = compact(lenient(optax.sgd(0.1))).init(params).remainders
     assert remainders.pop("w").dtype == jnp.uint16
     masked = optax.MaskedNode()
@@ -183,7 +173,6 @@ def labels(params):
 
 AROUND = {
     "alone": lambda make: make(adam(0.01)),
-    "chain": lambda make: optax.chain(optax.clip_by_global_norm(9.0), make(adam(0.01))),
     "ema in front": lambda make: optax.chain(optax.ema(0.9), make(adam(0.01))),
     "masked": lambda make: optax.chain(
         optax.masked(make(optax.sgd(0.01)), lambda t: jax.tree.map(jnp.ndim, t))
@@ -196,11 +185,10 @@ AROUND = {
     ),
     "accumulation": lambda make: optax.MultiSteps(make(adam(0.01)), 2),
     "accumulation inside": lambda make: make(optax.MultiSteps(adam(0.01), 2)),
-    "injected": lambda make: make(optax.inject_hyperparams(optax.adam)(0.01)),
 }
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("name", AROUND)
 def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
@@ -217,7 +205,7 @@ def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
     for make in (ols.master_weights, compact):
         tx = lenient(AROUND[name](make))
         tx = ols.loss_scaled(tx, ols.static_loss_scale(1.0)) if is_scaled else tx
-        history = steps(tx, params, grads, run=lambda f: f)
+        history = steps(tx, params, grads)
         if is_scaled:  # Alone, `optax.ema` changes its dtypes.
             assert types(history[0][1]) == types(history[-1][1])
         results.append(masters_of(history))
@@ -225,8 +213,9 @@ def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
     assert (results[1][-1]["a"] != results[1][0]["a"]).any()
 
 
-@pytest.mark.parametrize("is_scaled", [True, False])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("dtype", "is_scaled"), [(jnp.float16, True), (jnp.bfloat16, False)]
+)
 def test_float32_parameters_start_without_losing_a_bit(dtype, is_scaled):
     trained = {"w": jnp.float32(RNG.normal(size=500) + 3), "norm": jnp.float32([0.1])}
     tx = compact(adam(1e-3))
@@ -241,23 +230,29 @@ def test_float32_parameters_start_without_losing_a_bit(dtype, is_scaled):
     history = steps(tx, params, scaled, run=lambda f: f, state=state)
     exact = steps(adam(1e-3), trained, grads, run=lambda f: f)
     assert_same_bits(masters_of(history), [params for params, _ in exact])
+    whole = jax.tree.map(lambda x: np.asarray(x).astype(np.int32), trained)
+    state = ols.set_full_masters(params, state, whole)  # Of any real dtype.
+    expected = jax.tree.map(jnp.float32, whole)
+    assert_same_bits(ols.full_masters(*state), expected)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@in_each_half
 def test_a_run_goes_on_from_full_to_compact_masters_and_back(dtype):
     full, own = ols.master_weights(adam(1e-3)), compact(adam(1e-3))
     params = jnp.asarray(RNG.normal(size=300) + 3, dtype)
     grads = jnp.float32(RNG.normal(size=(6, 300)))
+
+    def converted(tx, params, state):
+        masters = ols.full_masters(params, state)
+        params, new = ols.set_full_masters(params, tx.init(params), masters)
+        return params, new._replace(inner_state=state.inner_state)
+
     never_converted = steps(full, params, grads)
     *_, (params, state) = steps(full, params, grads[:2])
-    masters = ols.full_masters(params, state)
-    params, converted = ols.set_full_masters(params, own.init(params), masters)
-    converted = converted._replace(inner_state=state.inner_state)
-    *_, (params, state) = steps(own, params, grads[2:4], state=converted)
-    masters = ols.full_masters(params, state)
-    params, converted = ols.set_full_masters(params, full.init(params), masters)
-    converted = converted._replace(inner_state=state.inner_state)
-    *_, last = steps(full, params, grads[4:], state=converted)
+    params, state = converted(own, params, state)
+    *_, (params, state) = steps(own, params, grads[2:4], state=state)
+    params, state = converted(full, params, state)
+    *_, last = steps(full, params, grads[4:], state=state)
     assert_same_bits(last, never_converted[-1])
 
 
@@ -270,10 +265,8 @@ OTHER_PARAMS = "`params` must be the parameters of this"
 NOT_CAST_BACK = "Has the model not been cast back"
 
 
-def as_dtype(dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), STATE)
-
-
+IN_BFLOAT16 = {"w": jnp.ones(3, jnp.bfloat16)}
+IN_INT32 = jax.tree.map(lambda x: x.astype("int32"), STATE)
 UNFIT = [
     (lambda: FULL.update(HALF, FULL.init(HALF)), "needs `params`"),
     (lambda: TX.update(HALF, STATE), "needs `params`"),
@@ -286,26 +279,18 @@ UNFIT = [
     (lambda: ols.full_masters(HALF | {"b": HALF["w"]}, STATE), OTHER_PARAMS),
     (lambda: ols.full_masters([HALF, HALF], [STATE, STATE]), OTHER_PARAMS),
     (lambda: ols.full_masters(HALF, [STATE, STATE]), "got several for 'w'"),
-    (lambda: TX.update(HALF, as_dtype("float32"), HALF), "an array in float32"),
-    (lambda: TX.update(HALF, as_dtype("int32"), HALF), "an array in int32"),
-    (lambda: ols.full_masters(HALF, as_dtype("float32")), "an array in float32"),
-    (lambda: ols.full_masters(HALF, as_dtype("int32")), "an array in int32"),
+    (lambda: TX.update(HALF, IN_INT32, HALF), "an array in int32"),
+    (lambda: ols.full_masters(HALF, IN_INT32), "an array in int32"),
     (
         lambda: ols.set_full_masters(HALF, WIDE_STATE, WIDE),
-        "in float16, for which the state has no rem",
+        "for which the state has no",
     ),
     (lambda: ols.full_masters(STATE, HALF), "Are the arguments swapped"),
     (lambda: TX.update(HALF, adam().init(HALF), HALF), "To add masters to a run"),
-    (
-        lambda: TX.update(HALF, STATE, {"w": jnp.ones(3, jnp.bfloat16)}),
-        NOT_CAST_BACK,
-    ),
+    (lambda: TX.update(HALF, STATE, IN_BFLOAT16), NOT_CAST_BACK),
     (lambda: ols.full_masters(WIDE, STATE), NOT_CAST_BACK),
     (lambda: ols.set_full_masters(WIDE, STATE, WIDE), NOT_CAST_BACK),
-    (
-        lambda: ols.set_full_masters(HALF, STATE, {"w": jnp.ones(4)}),
-        r"`masters` must have .* got shapes \[\(4,",
-    ),
+    (lambda: ols.set_full_masters(HALF, STATE, {"w": jnp.ones(4)}), r"shapes \[\(4,"),
 ]
 
 
@@ -313,13 +298,6 @@ UNFIT = [
 def test_what_does_not_fit_together_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_settings_of_a_wrong_type_are_refused():
-    with pytest.raises(TypeError, match="`compact` must be True or False, got 'yes'"):
-        ols.master_weights(adam(), compact="yes")
-    with pytest.raises(TypeError, match="`inner` must be an optimizer"):
-        ols.master_weights(optax.adam)
 
 
 def by_dtype(params):
@@ -346,40 +324,18 @@ def test_keras_accumulates_gradients_of_both_half_precision_dtypes():
     assert ols.full_masters(*last)["a"].tolist() == [1 - 2.0**-11] * 2
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
-def test_masters_are_taken_from_arrays_of_any_real_dtype(dtype):
-    params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
-    values = {"w": np.array([3, 5], dtype), "norm": np.array([7, 9], dtype)}
-    state = compact(adam()).init(params)
-    params, state = ols.set_full_masters(params, state, values)
-    expected = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
-    assert_same_bits(ols.full_masters(params, state), expected)
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-        self.norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.norm(self.dense(x))
-
-
 @pytest.mark.skipif(
     IS_JAX_0_7, reason="Flax 0.11 takes no state with missing leaves (optax.masked)"
 )
 @jax.numpy_dtype_promotion("standard")
 def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
-    model = ols.cast_params(Model(), jnp.bfloat16)
+    model = ols.cast_params(Net(), jnp.bfloat16)
     tx = ols.loss_scaled(compact(lenient(optax.sgd(2.0**-12))))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def loss_fn(model, x):
-        return (model(x).astype(jnp.float32) ** 3).sum()
-
     @nnx.jit
     def step(model, optimizer, x):
-        grads = ols.scaled_grad(loss_fn, optimizer)(model, x)
+        grads = ols.scaled_grad(mean_square, optimizer)(model, x)
         optimizer.update(model, grads)
 
     x = jnp.ones((2, 4), jnp.bfloat16)

@@ -62,20 +62,15 @@ def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():
     assert jnp.isinf(grads)  # 60000 * 2**15 exceeds float16.
 
 
-def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_no_more():
-    def grads(exponent):
+def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_a_float32_loss_more():
+    def grads(exponent, dtype):
         state = ols.static_loss_scale(2.0**exponent).init()
-        return ols.scaled_grad(lambda x: x * jnp.float16(1), state)(jnp.float16(1e-3))
+        x = jnp.ones(16, jnp.float16)
+        return ols.scaled_grad(lambda x: x.astype(dtype).mean(), state)(x)
 
-    assert grads(15) == 2.0**15
-    assert jnp.isinf(grads(16))
-
-
-def test_a_loss_computed_in_float32_allows_a_larger_scale():
-    state = ols.static_loss_scale(2.0**17).init()
-    x = jnp.ones(16, jnp.float16)
-    grads = ols.scaled_grad(lambda x: x.astype(jnp.float32).mean(), state)(x)
-    assert grads.tolist() == [2.0**13] * 16
+    assert grads(15, jnp.float16).tolist() == [2.0**11] * 16
+    assert jnp.isinf(grads(16, jnp.float16)).all()
+    assert grads(17, jnp.float32).tolist() == [2.0**13] * 16
 
 
 @pytest.mark.parametrize(
@@ -98,14 +93,9 @@ def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
 
 
 def test_a_loss_in_place_of_its_function_is_refused():
-    state = ols.static_loss_scale(8.0).init()
-    with pytest.raises(
-        TypeError, match=r"`fun` must be a function.*\(loss_fn, state\)"
-    ):
-        ols.scaled_value_and_grad(jnp.float32(3.0), state)
-
-
-def test_a_tree_without_a_state_is_refused_before_the_first_call():
+    message = r"`fun` must be a function.*\(loss_fn, state\)"
+    with pytest.raises(TypeError, match=message):
+        ols.scaled_value_and_grad(jnp.float32(3.0), STATE)
     with pytest.raises(ValueError, match="must hold a LossScaleState"):
         ols.scaled_grad(loss_fn, {"no": "state"})
 
@@ -122,12 +112,12 @@ def test_name_and_docstring_of_the_function_are_kept():
     assert ols.scaled_grad(functools.partial(loss_fn, y=2.0), STATE)(X)[0] == 4096.0
 
 
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f, jax.vmap])
 def test_unscaled_gradients_have_the_bits_of_those_of_jax(transform):
     def loss_fn(x):
         return jnp.sum(jnp.tanh(x) ** 3)
 
-    x = jnp.linspace(-2, 2, 33)
+    x = jnp.linspace(-2, 2, 32)
     scaled = transform(lambda x: ols.scaled_grad(loss_fn, STATE)(x))(x)
     assert_same_bits(ols.unscale(scaled, STATE), transform(jax.grad(loss_fn))(x))
 
@@ -137,8 +127,3 @@ def test_second_derivatives_of_the_reported_loss_are_true():
         return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
 
     assert jax.grad(jax.grad(reported))(2.0) == 12.0
-
-
-def test_scaled_value_and_grad_works_under_vmap():
-    losses, grads = jax.vmap(ols.scaled_value_and_grad(lambda x: x**2, STATE))(X)
-    assert (losses.tolist(), grads.tolist()) == ([1.0, 4.0], [2048.0, -4096.0])

@@ -35,18 +35,17 @@ LEAVES = {
 KEY = {"key": jax.random.key(0)}
 
 
-def test_masking_a_good_step_changes_no_bit():
+def test_a_good_step_changes_no_bit_and_a_bad_one_keeps_those_of_the_old_state():
+    other = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
     assert_same_bits(mask_inputs(GOOD, LEAVES), LEAVES)
     assert_same_bits(mask_updates(GOOD, LEAVES), LEAVES)
-    old = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
-    assert_same_bits(mask_state(GOOD, LEAVES, old), LEAVES)
-
-
-def test_a_bad_step_keeps_every_bit_of_the_old_state():
-    new = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
-    assert_same_bits(mask_state(BAD, new, LEAVES), LEAVES)
+    assert_same_bits(mask_state(GOOD, LEAVES, other), LEAVES)
+    assert_same_bits(mask_state(BAD, other, LEAVES), LEAVES)
     assert_same_bits(mask_state(BAD, {"key": jax.random.key(1)}, KEY), KEY)
     assert mask_state(BAD, 2, 1) == 1
+    seen = mask_inputs(BAD, LEAVES)
+    assert not any(np.any(seen[name]) for name in ("f32", "f16", "complex"))
+    assert seen["int"] is LEAVES["int"]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -66,13 +65,6 @@ def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite):
         masked = jax.jit(mask_state)(finite, new, old)
     assert masked.sharding == new.sharding
     assert_same_bits(masked, new if finite else old)
-
-
-def test_on_a_bad_step_the_inner_optimizer_sees_zeros():
-    seen = mask_inputs(BAD, LEAVES)
-    for name in ("f32", "f16", "complex"):
-        assert not np.any(seen[name])
-    assert seen["int"] is LEAVES["int"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
@@ -153,20 +145,17 @@ WAYS = {
 }
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_good_step_that_runs_masked_equals_the_plain_step(way):
+def test_a_good_step_that_runs_masked_is_the_plain_one_and_a_bad_one_changes_nothing(
+    way,
+):
+    updates, state = WAYS[way](BAD, GRADS, OLD)
+    assert_same_bits(state, OLD)
+    assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
     updates, state = WAYS[way](GOOD, GRADS, OLD)
     expected_updates, expected = jax.jit(update)(GRADS, OLD)
     assert_same_bits(state, expected)
     assert_same_bits(updates["w"].reshape(2), expected_updates["w"])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_bad_step_that_runs_masked_keeps_the_state_and_updates_nothing(way):
-    updates, state = WAYS[way](BAD, GRADS, OLD)
-    assert_same_bits(state, OLD)
-    assert_same_bits(updates["w"].reshape(2), -jnp.zeros(2))
 
 
 def follow(grads, state):
@@ -181,20 +170,20 @@ def accumulate(grads, state):
     return new, (new, new * 2)
 
 
-@pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("update", [follow, accumulate])
-def test_update_and_state_that_share_numbers_are_masked_as_each(update, finite):
-    state, finite = (OLD["moment"], GRADS), jnp.asarray(finite)
+def test_update_and_state_that_share_numbers_are_masked_as_each(update):
+    state = (OLD["moment"], GRADS)
+    run = jax.jit(
+        lambda finite, grads, state: run_masked(
+            finite, lambda: update(grads, state[0]), state
+        )
+    )
+    for finite in (GOOD, BAD):
+        expected = mask_results(finite, *update(GRADS, OLD["moment"]), state)
+        assert_same_bits(run(finite, GRADS, state), expected)
 
-    @jax.jit
-    def run(grads, state):
-        return run_masked(finite, lambda: update(grads, state[0]), state)
 
-    expected = mask_results(finite, *update(GRADS, OLD["moment"]), state)
-    assert_same_bits(run(GRADS, state), expected)
-
-
-@pytest.mark.parametrize("way", ["jit", "vmap in jit", "scan"])
+@pytest.mark.parametrize("way", [jax.vmap, jax.lax.map, None])
 def test_an_update_is_traced_once(way):
     # Tracing it takes most of the time that it takes to trace a step.
     calls = []
@@ -203,16 +192,15 @@ def test_an_update_is_traced_once(way):
         calls.append(None)
         return update(grads, state)
 
-    def run(finite, grads, state):
-        return masked(finite, grads, state, counted)
+    def run(finite):
+        return masked(finite, GRADS, OLD, counted)
 
-    ways = {
-        "jit": run,
-        "vmap in jit": jax.vmap(run, in_axes=(0, None, None)),
-        "scan": lambda finite, *args: jax.lax.map(lambda x: run(x, *args), finite),
-    }
-    finite = GOOD if way == "jit" else jnp.asarray([True, False])
-    jax.jit(ways[way]).trace(finite, GRADS, OLD)
+    if way is None:
+        jax.jit(run).trace(GOOD)
+    elif way is jax.vmap:
+        jax.jit(jax.vmap(run)).trace(jnp.asarray([True, False]))
+    else:
+        jax.jit(lambda finite: way(run, finite)).trace(jnp.asarray([True, False]))
     assert len(calls) == 1
 
 
@@ -227,22 +215,6 @@ def test_an_update_that_reads_arrays_from_outside_is_masked():
     assert_same_bits(updates, -jnp.zeros(2))
     assert_same_bits(moment, OLD["moment"])
     assert count == 0
-
-
-@pytest.mark.parametrize("count", [0, 0.0])
-def test_differentiating_a_bad_first_step_gives_no_nan(count):
-    # On a bad first step the bias correction divides by 1 - 0.9**0, which is 0.
-    def corrected(grads, state):
-        new = state + 1
-        return grads / (1 - 0.9 ** new.astype(jnp.float32)), new
-
-    @jax.jit
-    def slope(grads):
-        run = masked(BAD, grads, jnp.asarray(count), corrected)
-        return run[0].sum()
-
-    with standard_promotion():
-        assert jax.grad(slope)(GRADS).tolist() == [0.0, 0.0]
 
 
 def test_differentiating_a_bad_first_step_of_an_ensemble_gives_no_nan():
@@ -277,11 +249,10 @@ def test_an_update_that_prints_runs_exactly_once(capfd):
 def test_an_update_that_is_staged_while_jit_is_disabled_is_masked_too():
     with jax.disable_jit():
         program = jax.make_jaxpr(masked)(BAD, GRADS, OLD)
-        flat = jax.extend.core.jaxpr_as_fun(program)(
-            *jax.tree.leaves((BAD, GRADS, OLD))
-        )
-    expected = jax.tree.leaves(masked(BAD, GRADS, OLD))
-    assert_same_bits(list(flat), expected)
+    flat = jax.jit(jax.extend.core.jaxpr_as_fun(program))(
+        *jax.tree.leaves((BAD, GRADS, OLD))
+    )
+    assert_same_bits(list(flat), jax.tree.leaves(masked(BAD, GRADS, OLD)))
 
 
 def test_an_error_of_the_update_is_raised_unchanged():

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,19 +60,22 @@ def test_a_nonfinite_step_backs_off_and_restarts_the_count():
     assert scales(rule, [True, True, False, True, True, True]) == [8, 8, 8, 4, 4, 4, 8]
 
 
-def test_hysteresis_refilled_by_finite_steps_counts_consecutive_nonfinite_steps():
-    rule = ols.dynamic_loss_scale(8.0, hysteresis=2)
-    assert scales(rule, [False, True, False, True]) == [8, 8, 8, 8, 8]
-    assert scales(rule, [False, False, False]) == [8, 8, 4, 2]
-    assert scales(rule, [False, False, True, False, False]) == [8, 8, 4, 4, 4, 2]
-
-
-def test_hysteresis_refilled_by_growth_counts_nonfinite_steps_across_finite_ones():
+@pytest.mark.parametrize(
+    ("refill", "history", "expected"),
+    [
+        ("finite", "-+-+", [8, 8, 8, 8, 8]),
+        ("finite", "--+--", [8, 8, 4, 4, 4, 2]),
+        ("growth", "-+-+-", [8, 8, 8, 4, 4, 2]),
+        ("growth", "-++--", [8, 8, 8, 16, 16, 8]),
+    ],
+)
+def test_hysteresis_counts_nonfinite_steps_until_it_is_refilled(
+    refill, history, expected
+):
     rule = ols.dynamic_loss_scale(
-        8.0, hysteresis=2, hysteresis_refill="growth", growth_interval=2
+        8.0, hysteresis=2, hysteresis_refill=refill, growth_interval=2
     )
-    assert scales(rule, [False, True, False, True, False]) == [8, 8, 8, 4, 4, 2]
-    assert scales(rule, [False, True, True, False, False]) == [8, 8, 8, 16, 16, 8]
+    assert scales(rule, [step == "+" for step in history]) == expected
 
 
 @pytest.mark.parametrize(("steps", "lowered"), [(10, 5), (50, 10)])
@@ -101,11 +105,12 @@ RULES = [
 
 
 @pytest.mark.parametrize("make", RULES)
-def test_the_verdict_can_be_a_number(make):
+def test_the_verdict_can_be_a_number_and_nan_is_false(make):
     rule = make(8.0)
-    for number in (0, 1, np.int32(0), np.float32(1.0)):
-        expected = rule.adjust(rule.init(), bool(number), 1.0)
-        assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
+    adjust = jax.jit(rule.adjust)
+    for number in (0, 1, np.int32(0), np.float32(1.0), np.nan):
+        expected = adjust(rule.init(), bool(number == 1), 1.0)
+        assert_same_bits(adjust(rule.init(), number, 1.0), expected)
 
 
 MAKE = [
@@ -126,13 +131,6 @@ def test_gradients_in_place_of_a_verdict_are_refused(make):
             rule.adjust(rule.init(), grads, 1.0)
 
 
-@pytest.mark.parametrize("make", RULES)
-def test_a_verdict_that_is_nan_is_false(make):
-    rule = make(8.0)
-    expected = rule.adjust(rule.init(), False, jnp.inf)
-    assert_same_bits(rule.adjust(rule.init(), jnp.nan, jnp.inf), expected)
-
-
 def test_an_optimizer_state_in_place_of_its_loss_scale_state_is_refused():
     rule = ols.dynamic_loss_scale()
     opt_state = ols.LossScaledState(rule.init(), ())
@@ -148,24 +146,17 @@ def test_the_counters_stop_at_the_largest_int32():
     assert (state.step_count, state.total_notfinite) == (largest, largest)
 
 
-@pytest.mark.parametrize(
-    ("settings", "counts"),
-    [
-        ({}, (2, 2, 3)),
-        ({"skip_nonfinite": True}, (2, 2, 3)),
-        ({"skip_nonfinite": False}, (0, 0, 3)),
-    ],
-)
-def test_a_static_scale_counts_skipped_steps_only_if_it_skips(settings, counts):
-    rule = ols.static_loss_scale(128.0, **settings)
+@pytest.mark.parametrize(("skips", "counts"), [(True, (2, 2, 3)), (False, (0, 0, 3))])
+def test_a_static_scale_counts_skipped_steps_only_if_it_skips(skips, counts):
+    rule = ols.static_loss_scale(128.0, skip_nonfinite=skips)
+    assert scales(rule, [True, False, False]) == [128.0] * 4
     state = rule.init()
-    assert state.rule_state == ()
     for finite in [True, False, False]:
         state = rule.adjust(state, finite)
-        assert state.loss_scale == 128.0
+    assert state.rule_state == ()
     seen = state.notfinite_count, state.total_notfinite, state.step_count
     assert tuple(map(int, seen)) == counts
-    assert rule.skips == settings.get("skip_nonfinite", True) != state.last_finite
+    assert rule.skips == skips != state.last_finite
 
 
 def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
@@ -176,6 +167,7 @@ def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
     assert rule != ols.static_loss_scale(1.0, skip_nonfinite=False)
 
 
+BETWEEN = "must be strictly between"
 WRONG_VALUES = [
     ({"init_scale": 0.0}, r"`init_scale` must be positive, finite.*got 0.0"),
     ({"init_scale": -1.0}, r"`init_scale` must be positive"),
@@ -183,21 +175,14 @@ WRONG_VALUES = [
     ({"init_scale": 2.0**127}, r"`init_scale` .* to 2\*\*126, got .*flushed to zero"),
     ({"min_scale": 2.0**-127}, r"`min_scale` .*from 2\*\*-126"),
     ({"max_scale": np.inf}, r"`max_scale` must be positive, finite"),
-    ({"max_scale": 2**127}, r"`max_scale` must be positive, finite"),
     ({"max_scale": 2.0**126 * 1.01}, r"`max_scale` .* to 2\*\*126"),
-    (
-        {"min_scale": 4.0, "max_scale": 2.0},
-        r"`min_scale` must be at most `max_scale`, got 4.0 and 2.0. \(Did you swap",
-    ),
+    ({"min_scale": 4.0, "max_scale": 2.0}, r"at most `max_scale`, got 4.0 .* you swap"),
     ({"growth_factor": 1.0}, r"between 1 and inf in float32, got 1.0\.$"),
-    ({"growth_factor": 0.5}, r"`growth_factor` must be strictly between 1 and inf"),
-    ({"growth_factor": 1 + 1e-9}, r"`growth_factor` must be strictly between 1 and"),
-    ({"growth_factor": 1e39}, r"`growth_factor` must be strictly between 1 and inf"),
-    ({"growth_factor": np.nan}, r"`growth_factor` must be strictly between 1 and inf"),
-    ({"backoff_factor": 0.0}, r"`backoff_factor` must be strictly between 0 and 1"),
+    ({"growth_factor": 1 + 1e-9}, f"`growth_factor` {BETWEEN} 1 and inf"),
+    ({"growth_factor": 1e39}, f"`growth_factor` {BETWEEN} 1 and inf"),
+    ({"backoff_factor": 0.0}, f"`backoff_factor` {BETWEEN} 0 and 1"),
     ({"backoff_factor": 2.0**-127}, r"`backoff_factor` must be at least 2\*\*-126, g"),
     ({"backoff_factor": 1e-40}, r"XLA flushes smaller numbers to zero"),
-    ({"backoff_factor": 1.0}, r"`backoff_factor` must be strictly between 0 and 1"),
     ({"growth_interval": 0}, r"`growth_interval` must be at least 1.*got 0"),
     ({"growth_interval": 2**31}, r"`growth_interval` .* below 2\*\*31, got 2147483648"),
     ({"hysteresis": 0}, r"`hysteresis` must be at least 1 and below 2\*\*31, got 0"),
@@ -213,15 +198,15 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), WRONG_VALUES)
-def test_the_dynamic_rule_refuses_a_wrong_value(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ols.dynamic_loss_scale(**settings)
-
-
-@pytest.mark.parametrize(("settings", "message"), WRONG_TYPES)
-def test_the_dynamic_rule_refuses_a_wrong_type(settings, message):
-    with pytest.raises(TypeError, match=message):
+@pytest.mark.parametrize(
+    ("error", "settings", "message"),
+    [
+        *((ValueError, *case) for case in WRONG_VALUES),
+        *((TypeError, *case) for case in WRONG_TYPES),
+    ],
+)
+def test_the_dynamic_rule_refuses_a_wrong_setting(error, settings, message):
+    with pytest.raises(error, match=message):
         ols.dynamic_loss_scale(**settings)
 
 
@@ -261,7 +246,6 @@ SHOWN = [
         "presets.mindspore_dynamic(init_loss_scale=4.0, scale_factor=2, "
         "scale_window=3000)",
     ),
-    (ols.no_loss_scale(), "no_loss_scale()"),
     (ols.presets.torch(enabled=False), "no_loss_scale()"),
     (
         ols.LossScale(abs, max, skips=False),  # One's own.
@@ -279,7 +263,6 @@ def test_a_rule_shows_its_settings(rule, expected):
 @pytest.mark.parametrize(
     "rule",
     [
-        ols.LossScale(abs, max, skips=False),
         ols.LossScale(STATIC.init, ols.dynamic_loss_scale().adjust),
         STATIC._replace(skips=False),
     ],
@@ -290,14 +273,11 @@ def test_a_rule_of_your_own_shows_its_fields_and_no_settings(rule):
 
 
 @pytest.mark.parametrize("make", MAKE)
-def test_the_settings_of_a_rule_make_the_same_rule_again(make):
+def test_the_settings_of_a_rule_make_the_same_rule_again_and_cannot_change_it(make):
     rule = make()
-    again = getattr(make, "func", make)(**rule.settings)
+    settings = rule.settings
+    again = getattr(make, "func", make)(**settings)
     assert repr(again) == repr(rule)
     assert_same_bits(again.init(), rule.init())
-
-
-def test_settings_that_were_read_cannot_change_the_rule():
-    rule = ols.dynamic_loss_scale(8.0)
-    rule.settings["init_scale"] = 4.0
-    assert rule.settings["init_scale"] == 8.0
+    settings.clear()
+    assert rule.settings == again.settings

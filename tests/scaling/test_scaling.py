@@ -28,10 +28,6 @@ def test_scale_multiplies_and_unscale_divides_in_float32_or_wider(dtype, expecte
             assert result.tolist() == [factor, -3 * factor]
 
 
-def test_scale_accepts_a_python_number():
-    assert ols.scale(3.0, STATE) == 3072.0
-
-
 def test_unscale_multiplies_by_the_reciprocal_of_the_scale():
     # XLA on CPU is slower with a division. With a scale of 3 the two differ.
     grads = np.asarray([5.0, 7.0, 10.0, 14.0], np.float32)
@@ -58,14 +54,10 @@ def test_scale_does_not_overflow_a_float16_loss(scale):
     assert ols.scale(jnp.float16(3.0), state) == 3 * scale
 
 
-def test_unscale_does_not_underflow_in_float16():
+def test_unscale_does_not_underflow_in_float16_or_at_the_largest_scale():
     # A bug of jmp: 1e-3 / 2**15 is zero in float16.
     state = ols.static_loss_scale(2.0**15).init()
-    for scaled, expected in ((2.0**-10, 2.0**-25), (2.0**-12, 2.0**-27)):
-        assert ols.unscale(jnp.float16(scaled), state) == expected
-
-
-def test_unscale_at_the_largest_scale_does_not_flush_to_zero():
+    assert ols.unscale(jnp.float16(2.0**-12), state) == 2.0**-27
     # At 2**127 the reciprocal would be subnormal and every gradient zero.
     state = ols.static_loss_scale(2.0**126).init()
     assert ols.unscale(jnp.float32(2.0**100), state) == 2.0**-26
@@ -83,11 +75,8 @@ def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
         out = ols.unscale(tree, STATE, mask=mask)
         assert out["fp8"] is tree["fp8"]
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
-
-
-def test_unscale_refuses_a_mask_of_another_tree_structure():
     with pytest.raises(ValueError, match="dict"):
-        ols.unscale({"a": jnp.ones(2)}, STATE, mask={"b": True})
+        ols.unscale(tree, STATE, mask={"other": True})
 
 
 def twice(grads):
@@ -124,12 +113,8 @@ def test_gradients_may_be_unscaled_for_two_scales_one_after_the_other():
         np.testing.assert_array_equal(grads, [1.0, 1.0])
     again = ols.unscale(ols.scale(grads, STATE), STATE)
     np.testing.assert_array_equal(again, grads)
-
-
-def test_without_a_loss_scale_there_is_nothing_to_unscale_twice():
-    state = ols.no_loss_scale().init()
-    grads = ols.unscale(ols.unscale(jnp.ones(2), state), state)
-    np.testing.assert_array_equal(grads, [1.0, 1.0])
+    without = ols.no_loss_scale().init()
+    np.testing.assert_array_equal(ols.unscale(grads, without), grads)
 
 
 def is_weight(path, _):

@@ -56,9 +56,6 @@ def test_by_default_the_smooth_rule_rises_by_0_001_bits_and_falls_by_one_bit():
     assert (state.loss_scale, state.rule_state.fraction) == (2.0**15, np.float32(1e-3))
     state = rule.adjust(state, False)
     assert state.loss_scale == 2.0**14
-
-
-def test_an_initial_scale_between_powers_of_two_becomes_a_fraction():
     state = ols.smooth_loss_scale(2.0**10 * 1.5).init()
     assert state.loss_scale == 2.0**10
     assert state.rule_state.fraction == pytest.approx(math.log2(1.5))
