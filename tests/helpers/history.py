@@ -1,5 +1,7 @@
 """Runs a rule over a history of finite and nonfinite steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,19 @@ def states_after(rule, history, state=None, grads_max=None):
     """The states after each step, stacked; starts from `state`, or `rule.init()`."""
     finite = jnp.asarray(history, bool)
     largest = jnp.where(finite, 1.0, jnp.inf) if grads_max is None else grads_max
+    first = rule.init() if state is None else state
+    return _run_of(rule.adjust)(first, (finite, jnp.asarray(largest, jnp.float32)))
+
+
+@functools.cache
+def _run_of(adjust):
+    """Runs a rule, compiled once for all histories of one length."""
 
     def step(state, of_step):
-        state = rule.adjust(state, *of_step)
+        state = adjust(state, *of_step)
         return state, state
 
-    first = rule.init() if state is None else state
-    return jax.lax.scan(step, first, (finite, jnp.asarray(largest, jnp.float32)))[1]
+    return jax.jit(lambda first, steps: jax.lax.scan(step, first, steps)[1])
 
 
 def scales_after(rule, maxima):

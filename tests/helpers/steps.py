@@ -1,5 +1,7 @@
 """Steps of an optimizer, and what a skipped one leaves as it was."""
 
+import functools
+
 import jax
 import optax
 import pytest
@@ -19,16 +21,23 @@ def apply(params, updates):
 
 def steps(tx, params, grads, *, run=jax.jit, state=None):
     """Parameters and states at first, and after a step with each of the gradients."""
+    step = _step_of(tx, run)
+    history = [(params, tx.init(params) if state is None else state)]
+    for grad in grads:
+        history.append(step(*history[-1], grad))
+    return history
+
+
+@functools.cache
+def _step_of(tx, run):
+    """A step of an optimizer, compiled once for all that start from other states."""
 
     @run
     def step(params, state, grad):
         updates, state = tx.update(grad, state, params)
         return apply(params, updates), state
 
-    history = [(params, tx.init(params) if state is None else state)]
-    for grad in grads:
-        history.append(step(*history[-1], grad))
-    return history
+    return step
 
 
 def assert_skipped(params, before, updates, after):

@@ -95,6 +95,7 @@ def around(make, is_outside):
     return ols.loss_scaled(make(adam()))
 
 
+@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("is_outside", [True, False])
 @in_each_form
 def test_a_skipped_step_changes_no_bit_of_parameters_and_masters(

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,10 +106,9 @@ RULES = [
 @pytest.mark.parametrize("make", RULES)
 def test_the_verdict_can_be_a_number_and_nan_is_false(make):
     rule = make(8.0)
-    adjust = jax.jit(rule.adjust)
-    for number in (0, 1, np.int32(0), np.float32(1.0), np.nan):
-        expected = adjust(rule.init(), bool(number == 1), 1.0)
-        assert_same_bits(adjust(rule.init(), number, 1.0), expected)
+    for number in (0, np.int32(1), np.float32(1.0), np.nan):
+        expected = rule.adjust(rule.init(), bool(number == 1), 1.0)
+        assert_same_bits(rule.adjust(rule.init(), number, 1.0), expected)
 
 
 MAKE = [
