@@ -108,7 +108,7 @@ def largest_of(arrays: Iterable[Split]) -> Split:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2**exponent` as float32, exactly, for exponents from -126 to 127."""
+    """`2**exponent` as float32 from -126 to 127; 0 for -127, infinity for 128."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from optax_lossscale._nnx import modules_of, value_and_grad_of_modules, wrt_of
-from optax_lossscale._scaling import scale
+from optax_lossscale._scaling import multiply, warn_if_inside
 from optax_lossscale._state import get_loss_scale
 from optax_lossscale._trainable import split_trainable
 from optax_lossscale._types import PyTree
@@ -77,36 +77,8 @@ def scaled_value_and_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
-            "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
-        )
-    get_loss_scale(state)  # Raises here rather than at the first call.
-
-    @functools.wraps(fun)
-    def scaled_fun(*args: Any, **kwargs: Any) -> Any:
-        result = fun(*args, **kwargs)
-        if not has_aux:
-            if isinstance(result, tuple | list):
-                raise TypeError(
-                    f"`fun` must return a scalar loss, got a {type(result).__name__} "
-                    f"of length {len(result)}. (For a loss and other outputs, such as "
-                    "new batch statistics, return a pair and pass `has_aux=True`.)"
-                )
-            return scale(result, state), result
-        if not (isinstance(result, tuple | list) and len(result) == 2):
-            return result  # Not a pair: JAX raises the error.
-        return scale(result[0], state), tuple(result)
-
-    value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
-
-    @functools.wraps(fun)
-    def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
-        (_, value), grads = value_and_grad(*args, **kwargs)
-        return value, grads
-
-    return true_value_and_scaled_grad
+    warn_if_inside(state)
+    return _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
 
 
 def scaled_grad(
@@ -150,7 +122,8 @@ def scaled_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    value_and_grad = scaled_value_and_grad(fun, state, argnums, has_aux, **jax_kwargs)
+    warn_if_inside(state)
+    value_and_grad = _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
 
     @functools.wraps(fun)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -158,6 +131,46 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad
+
+
+def _scaled_value_and_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    jax_kwargs: dict[str, Any],
+) -> Callable[..., Any]:
+    """`scaled_value_and_grad`, which `scaled_grad` calls too."""
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
+            "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
+        )
+    get_loss_scale(state)  # Raises here rather than at the first call.
+
+    @functools.wraps(fun)
+    def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if not has_aux:
+            if isinstance(result, tuple | list):
+                raise TypeError(
+                    f"`fun` must return a scalar loss, got a {type(result).__name__} "
+                    f"of length {len(result)}. (For a loss and other outputs, such as "
+                    "new batch statistics, return a pair and pass `has_aux=True`.)"
+                )
+            return multiply(result, state), result
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            return result  # Not a pair: JAX raises the error.
+        return multiply(result[0], state), tuple(result)
+
+    value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
+
+    @functools.wraps(fun)
+    def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        (_, value), grads = value_and_grad(*args, **kwargs)
+        return value, grads
+
+    return true_value_and_scaled_grad
 
 
 def _value_and_grad(

@@ -73,11 +73,11 @@ def scopes_of(equation: core.JaxprEqn) -> list[str]:
 
 
 def is_transposed(equation: core.JaxprEqn) -> bool:
-    """Whether a backward pass made an equation, or one in the programs it holds."""
+    """Whether a backward pass made an equation, whatever its scopes are called."""
     return any(
         element.name == "transpose" and not is_scope(element)
         for element in equation.source_info.name_stack.stack
-    ) or any(any(map(is_transposed, program.eqns)) for program in programs_of(equation))
+    )
 
 
 def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lossscale._jax_internals import inputs_of
-from optax_lossscale._jaxprs import is_transposed
 from optax_lossscale._state import (
     LossScaleState,
     Unscaled,
@@ -23,7 +21,6 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._tree import (
     find_by_type,
-    is_floating_array,
     map_floating,
     resolve_mask,
     where_true,
@@ -75,7 +72,12 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             f"`tree` must hold arrays, got the function {tree!r}. (Did you mean "
             "`scaled_value_and_grad(loss_fn, state)`?)"
         )
-    _warn_if_inside(state)
+    warn_if_inside(state)
+    return multiply(tree, state)
+
+
+def multiply(tree: PyTree, state: PyTree) -> PyTree:
+    """`scale`, without the checks for what users may have mistaken."""
     loss_scale = get_loss_scale(state)
     if loss_scale.ndim:
         raise ValueError(
@@ -85,8 +87,11 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
     return map_floating(_scale_leaves, tree, loss_scale)
 
 
-def _warn_if_inside(state: PyTree) -> None:
-    """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside."""
+def warn_if_inside(state: PyTree) -> None:
+    """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside.
+
+    The warning shows the line that called the caller.
+    """
     for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
         inner = [state for _, state in find_by_type(outer, LossScaleState)]
         if any(not isinstance(state.rule_state, Unscaled) for state in inner):
@@ -175,40 +180,6 @@ def check_scaled(tree: PyTree, state: LossScaleState, mask: PyTree) -> None:
                 "returned. (After `unscale`, call `tx.update(..., "
                 "grads_unscaled=True)`.)"
             )
-
-
-def warn_if_unscaled(
-    grads: PyTree, params: PyTree, state: LossScaleState, mask: PyTree
-) -> None:
-    """Warns of derivatives computed from the parameters, but not from the loss scale.
-
-    This is seen in one trace only. Gradients that another jitted function computed, or
-    that were computed outside `jit`, may be scaled or not. Any number that the trace
-    was given may be the scale.
-    """
-    if not isinstance(state.loss_scale, jax.core.Tracer):
-        return
-    of_scale = inputs_of([state.loss_scale]).keys()
-    if not of_scale:  # It is a number in the program, as after an `init` inside `jit`.
-        return
-    inputs = inputs_of(jax.tree.leaves(where_true(mask, grads)))
-    own = {id(param) for param in jax.tree.leaves(params)}
-    scales = of_scale | {
-        key
-        for key, (array, equation) in inputs.items()
-        if equation is None and is_floating_array(array) and not array.ndim
-    }
-    equations = [equation for _, equation in inputs.values() if equation is not None]
-    are_scaled = not (scales - own).isdisjoint(inputs)
-    are_of_params = not own.isdisjoint(inputs)
-    if are_of_params and not are_scaled and any(map(is_transposed, equations)):
-        warnings.warn(
-            "`update` divides gradients by the loss scale, but these were computed "
-            "without it, so they become too small. (Compute them with "
-            "`scaled_value_and_grad(loss_fn, opt_state)`, or differentiate "
-            "`scale(loss, opt_state)`.)",
-            stacklevel=3,
-        )
 
 
 def divide_out(tree: PyTree, loss_scale: jax.Array, mask: PyTree = True) -> PyTree:

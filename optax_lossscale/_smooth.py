@@ -96,7 +96,8 @@ def smooth_loss_scale(
     bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
 
     def first() -> PyTree:
-        return SmoothRuleState(jnp.asarray(math.log2(mantissa) + 1, jnp.float32))
+        fraction = min(math.log2(mantissa) + 1, 1 - 2.0**-24)  # Below 1 in float32.
+        return SmoothRuleState(jnp.asarray(fraction, jnp.float32))
 
     def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
         low, high = map(power_of_two, exponents_within(bounds(state.step_count)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import jax
@@ -17,14 +16,20 @@ from optax_lossscale._masking import (
     mask_results,
     run_masked,
 )
+from optax_lossscale._mistakes import (
+    check_names,
+    check_not_nested,
+    check_rule,
+    check_state,
+    warn_if_unscaled,
+)
 from optax_lossscale._rules import (
     LossScale,
-    dynamic_loss_scale,
     hold,
     is_fixed,
     is_identity,
 )
-from optax_lossscale._scaling import check_scaled, divide_out, warn_if_unscaled
+from optax_lossscale._scaling import check_scaled, divide_out
 from optax_lossscale._state import (
     LossScaledState,
     LossScaleState,
@@ -39,7 +44,6 @@ from optax_lossscale._trainable import (
     without_held,
 )
 from optax_lossscale._tree import (
-    find_by_type,
     is_absent,
     is_narrow,
     is_wrapped,
@@ -201,7 +205,7 @@ def loss_scaled(
       the optimizer, however many there are in a row.
     """
     optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
-    rule = _check_rule(loss_scale)
+    rule = check_rule(loss_scale)
     first_state = jax.eval_shape(rule.init)
     is_bare, is_constant = is_identity(rule), is_fixed(rule)
     checks_updates = check_flag("check_updates", check_updates) and rule.skips
@@ -212,7 +216,7 @@ def loss_scaled(
         if is_bare:
             return LossScaledState(rule.init(), optimizer.init(parameters_of(params)))
         inner_state = init_inner(optimizer, params)
-        _check_not_nested("inner", inner_state)
+        check_not_nested("inner", inner_state)
         return LossScaledState(rule.init(), jax.tree.map(strengthen, inner_state))
 
     def update(
@@ -225,8 +229,8 @@ def loss_scaled(
         grads_unscaled: bool = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        _check_state(state, first_state)
-        _check_names(extra_args)
+        check_state(state, first_state)
+        check_names(extra_args)
         is_unscaled = check_flag("grads_unscaled", grads_unscaled)
         finite_leaf = as_leaf("grads_finite", grads_finite)
         accepted = None if accept is None else agree("accept", accept, axis_name)
@@ -366,7 +370,7 @@ def adopt_inner_state(
       >>> ols.get_loss_scale(ols.adopt_inner_state(saved))
       Array(32768., dtype=float32)
     """
-    _check_not_nested("inner_state", inner_state)
+    check_not_nested("inner_state", inner_state)
     if hasattr(inner_state, "opt_state"):
         raise TypeError(
             "`inner_state` must be the state of an optimizer, got a "
@@ -378,74 +382,7 @@ def adopt_inner_state(
             "nnx.Optimizer(model, loss_scaled(inner), wrt=nnx.Param)`, and "
             "`optimizer.opt_state = optimizer.opt_state._replace(inner_state=...)`.)"
         )
-    return LossScaledState(_check_rule(loss_scale).init(), inner_state)
-
-
-def _check_rule(loss_scale: LossScale | None) -> LossScale:
-    rule = dynamic_loss_scale() if loss_scale is None else loss_scale
-    if not isinstance(rule, LossScale):
-        name = getattr(rule, "__name__", "")
-        is_preset = "presets." in getattr(rule, "__module__", "")
-        name = f"presets.{name}" if is_preset else name
-        call = f"{name}()" if name.replace(".", "").isidentifier() else "loss_scale()"
-        meant = call if callable(rule) else "static_loss_scale(...)"
-        raise TypeError(
-            f"`loss_scale` must be a LossScale, got {rule!r} of type "
-            f"{type(rule).__name__}. (Did you mean `{meant}`?)"
-        )
-    return rule
-
-
-def _check_not_nested(name: str, inner_state: PyTree) -> None:
-    if find_by_type(inner_state, LossScaleState):
-        raise ValueError(
-            f"`{name}` must not be loss-scaled itself: its gradients would be unscaled "
-            "twice. (Call `loss_scaled` once, around the whole optimizer.)"
-        )
-
-
-def _check_names(extra_args: dict[str, Any]) -> None:
-    """Refuses a misspelt name, which most optimizers would ignore."""
-    for name in extra_args:
-        for meant in difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.9):
-            raise TypeError(
-                f"`update` has no argument `{name}`. (Did you mean `{meant}`?)"
-            )
-
-
-_ARGUMENTS = ("grads_finite", "accept", "grads_unscaled")
-
-
-def _check_state(state: LossScaledState, first: LossScaleState) -> None:
-    is_state = isinstance(state, LossScaledState)
-    if is_state and _has_structure(state.loss_scale_state, first):
-        return
-    if is_state:
-        got = state.loss_scale_state.rule_state
-        hint = "To change the rule: `adopt_inner_state(state.inner_state, loss_scale)`."
-    elif found := find_by_type(state, LossScaledState):
-        got = type(state)
-        places = [f"`state{jax.tree_util.keystr(path)}`" for path, _ in found]
-        hint = f"Did you mean {' or '.join(places)}?"
-    else:
-        got = type(state)
-        hint = (
-            "Pass what `init` or the last `update` returned. For a state saved "
-            "without loss scaling: `adopt_inner_state(state, loss_scale)`."
-        )
-    raise ValueError(
-        "`state` must be a LossScaledState of this optimizer's own rule, got "
-        f"{got}. ({hint})"
-    )
-
-
-def _has_structure(state: PyTree, first: LossScaleState) -> bool:
-    """Whether a state has the structure of the first one; leaves may be lists."""
-    try:
-        jax.tree.map(lambda *_: None, first, state)
-    except ValueError:
-        return False
-    return True
+    return LossScaledState(check_rule(loss_scale).init(), inner_state)
 
 
 def _restore(state: LossScaleState, first: LossScaleState) -> LossScaleState:

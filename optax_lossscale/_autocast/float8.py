@@ -26,6 +26,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
+from optax_lossscale._bits import power_of_two
 from optax_lossscale._jaxprs import aval_of
 
 VALUES, COTANGENTS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -108,7 +109,7 @@ def multiply(
     # One factor, because cuBLASLt multiplies by one. It is infinite above the range of
     # float32, and zero below: only there the product is not that of the formula.
     exponent = -x.exponent - y.exponent
-    scale = _power_of_two(lax.clamp(np.int32(-127), exponent, np.int32(128)))
+    scale = power_of_two(lax.clamp(np.int32(-127), exponent, np.int32(128)))
     return lax.convert_element_type(result * lax.convert_element_type(scale, sums), out)
 
 
@@ -122,12 +123,7 @@ def round_to_float8(x: jax.Array, dtype: jnp.dtype) -> Rounded:
     bits = lax.bitcast_convert_type(largest, jnp.int32) + 0x1FFFFF
     top = math.frexp(float(jnp.finfo(dtype).max))[1] - 1
     exponent = lax.min(top + 127 - (bits >> 23), np.int32(126))
-    scaled = lax.convert_element_type(x, jnp.float32) * _power_of_two(exponent)
+    scaled = lax.convert_element_type(x, jnp.float32) * power_of_two(exponent)
     # float8_e4m3fn has no infinity, and the casts of some GPUs turn one into 448.
     visible = lax.select(is_finite, scaled, lax.full_like(scaled, jnp.nan))
     return Rounded(lax.convert_element_type(visible, dtype), exponent)
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """`2**exponent` as float32 from -126 to 127; 0 for -127, infinity for 128."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

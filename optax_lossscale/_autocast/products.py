@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.interpreters import mlir
 
 from optax_lossscale._autocast.float8 import Factors, multiply
@@ -25,8 +25,8 @@ from optax_lossscale._jax_internals import ragged_dot_general_p
 from optax_lossscale._jaxprs import bind
 
 PRODUCTS = (
-    primitives.dot_general_p,
-    primitives.conv_general_dilated_p,
+    dot_general_p,
+    conv_general_dilated_p,
     ragged_dot_general_p,
 )
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -84,7 +84,7 @@ def as_written(*operands: jax.Array, product: Product, platform: str = "") -> ja
         return multiply(
             product.apply, (x, y), product.float8, out, multiplies_float8=not is_cpu
         )
-    if platform in ("cuda", "rocm") and product.primitive is PRODUCTS[1]:
+    if platform in ("cuda", "rocm") and product.primitive is conv_general_dilated_p:
         # cuDNN has no convolution of low factors with a float32 result. XLA would
         # convolve float32 copies of them instead.
         return lax.convert_element_type(product.apply(x, y, out=low), out)

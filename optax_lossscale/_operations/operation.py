@@ -18,6 +18,7 @@ from optax_lossscale._jaxprs import (
     Atom,
     aval_of,
     bind,
+    is_transposed,
     scope_of,
     scopes_of,
     user_line,
@@ -48,7 +49,7 @@ class Context(NamedTuple):
         """What surrounds the programs of an equation."""
         names = scopes_of(equation)
         is_recomputed = self.is_recomputed or "rematted_computation" in names
-        is_backward = self.is_backward or "transpose" in names
+        is_backward = self.is_backward or is_transposed(equation)
         return self._replace(
             where=user_line(equation) or self.where or where_written(equation) or "",
             scope=(*self.scope, *scope_of(equation)),

@@ -10,7 +10,7 @@ from typing import TextIO
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.report import aligned
-from optax_lossscale._checks import check_number
+from optax_lossscale._checks import check_count
 from optax_lossscale._operations.operation import Operation, first_nonfinite
 
 _NUMBERS = ("largest", "nonfinite", "underflow", "error", "headroom")
@@ -54,7 +54,7 @@ def print_operation_report(
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
       dot_general  forward  float16      inf          2       0.0%    inf      -1.5 ...
     """
-    limit = int(check_number("limit", limit, 1))
+    limit = check_count("limit", limit)
     worst, lines = _worst(operations), _summary(operations)
     if worst:
         rows = [_TITLES, *map(_cells, worst[:limit])]
@@ -108,8 +108,11 @@ def describe(operation: Operation) -> str:
 def _worst(operations: Sequence[Operation]) -> list[Operation]:
     """The operations that make nonfinite numbers or lose some, worst first."""
     made = [x for x in operations if x.made_nonfinite]
-    few = max((_FEW * float(jnp.finfo(x.dtype).eps) for x in operations), default=0.0)
-    others = [x for x in operations if not x.nonfinite and _loss_of(x) > few]
+    others = [
+        x
+        for x in operations
+        if not x.nonfinite and _loss_of(x) > _FEW * float(jnp.finfo(x.dtype).eps)
+    ]
     return made + sorted(others, key=_loss_of, reverse=True)
 
 

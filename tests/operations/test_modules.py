@@ -26,6 +26,16 @@ def test_a_module_that_a_function_reads_is_named():
     assert "Net/linear" in {x.scope for x in operations if x.primitive == "dot_general"}
 
 
+def test_a_scope_called_transpose_does_not_belong_to_the_backward_pass():
+    def loss_fn(w, x):
+        with jax.named_scope("transpose"):
+            return jnp.mean(x @ w)
+
+    operations = trace_operations(loss_fn, jnp.ones((2, 2)), jnp.ones((1, 2)))
+    products = [x for x in operations if x.primitive == "dot_general"]
+    assert [x.is_backward for x in products] == [False, True]
+
+
 def test_modules_keep_their_own_call_after_a_trace_that_fails():
     def fail(model, x):
         model(x)

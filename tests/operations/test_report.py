@@ -3,6 +3,7 @@
 import io
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -122,6 +123,16 @@ def test_those_that_made_infinities_come_in_order_and_then_those_that_lose_most(
     lines = printed(capsys, operations)[3:]
     files = [word for line in lines for word in line.split() if ".py:" in word]
     assert files == [f"{name}.py:1" for name in ("one", "two", "b", "c", "a")]
+
+
+def test_how_large_a_few_roundings_are_depends_on_the_dtype_of_each_operation(capsys):
+    errors = {"float16": 0.02, "bfloat16": 0.02}
+    operations = [
+        operation(dtype=jnp.dtype(dtype), error=error)
+        for dtype, error in errors.items()
+    ]
+    assert len(lines := printed(capsys, operations)) == 4
+    assert "float16" in lines[-1].split()
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

@@ -84,6 +84,21 @@ def test_a_state_dict_can_only_be_made_from_the_state_of_a_dynamic_rule(rule):
         presets.to_torch_state_dict(rule.init())
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "error"),
+    [
+        ("growth_factor", 1.0, ValueError),
+        ("backoff_factor", 1.0, ValueError),
+        ("growth_interval", 0, ValueError),
+        ("growth_interval", 2.5, TypeError),
+    ],
+)
+def test_a_state_dict_with_a_wrong_setting_is_not_made(setting, value, error):
+    state = presets.torch().init()
+    with pytest.raises(error, match=f"`{setting}` must be"):
+        presets.to_torch_state_dict(state, **{setting: value})
+
+
 def test_an_optimizer_with_a_loaded_rule_continues_there_and_is_saved_again():
     rule, state = presets.from_torch_state_dict(STATE_DICT)
     tx = ols.loss_scaled(None, rule)

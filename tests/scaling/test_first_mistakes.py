@@ -177,8 +177,15 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_scaling_warns_of_a_wrapper_that_belongs_inside(name):
     state = OUTSIDE[name].init(PARAMS)
-    with pytest.warns(UserWarning, match=re.escape(f"Write `loss_scaled({name}(")):
-        ols.scaled_value_and_grad(loss_fn, state)(PARAMS, X)
+    for scale_with in (
+        lambda: ols.scaled_value_and_grad(loss_fn, state),
+        lambda: ols.scaled_grad(loss_fn, state),
+        lambda: ols.scale(jnp.float32(1.0), state),
+    ):
+        message = re.escape(f"Write `loss_scaled({name}(")
+        with pytest.warns(UserWarning, match=message) as warnings:
+            scale_with()
+        assert [warning.filename for warning in warnings] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def test_by_default_the_smooth_rule_rises_by_0_001_bits_and_falls_by_one_bit():
     assert state.rule_state.fraction == pytest.approx(math.log2(1.5))
 
 
+def test_a_scale_just_below_a_power_of_two_starts_with_a_fraction_below_one():
+    rule = ols.smooth_loss_scale(2.0**15 * (1 - 2.0**-40), growth_bits=0.5)
+    state = rule.init()
+    assert state.loss_scale == 2.0**14
+    assert state.rule_state.fraction == np.nextafter(np.float32(1), np.float32(0))
+    assert rule.adjust(state, True).loss_scale == 2.0**15
+
+
 def test_the_smooth_rule_continues_from_a_scale_that_was_set():
     rule = ols.smooth_loss_scale(8.0, growth_bits=0.5)
     state = ols.set_loss_scale(rule.adjust(rule.init(), True), 1000.0)
