@@ -154,17 +154,15 @@ def master_weights(
         updates, inner_state = optimizer.update(
             jax.tree.map(wide_param, updates), inner_state, master, **extra_args
         )
-        moved = jax.tree.map(_move, updates, master, is_leaf=is_absent)
-        updates = jax.tree.map(
-            _update_to, updates, params, moved, stored, is_leaf=is_absent
-        )
-        if find_by_type(inner_state, LossScaleState):
-            updates = jax.tree.map(
-                _keep_bits, updates, params, moved, stored, is_leaf=is_absent
-            )
-        stored = jax.tree.map(
-            _next_stored, updates, params, moved, stored, is_leaf=is_absent
-        )
+        keeps_bits = bool(find_by_type(inner_state, LossScaleState))
+        structure: Any = jax.tree.structure(updates, is_leaf=is_absent)
+        columns = map(structure.flatten_up_to, (updates, params, master, stored))
+        pairs = [
+            _round_update(*leaves, keeps_bits=keeps_bits)
+            for leaves in zip(*columns, strict=True)
+        ]
+        updates = structure.unflatten(update for update, _ in pairs)
+        stored = structure.unflatten(each for _, each in pairs)
         return updates, state_type(stored, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -214,11 +212,6 @@ def master_of(param: PyTree, stored: PyTree) -> PyTree:
     return join_master(param, jnp.asarray(stored))
 
 
-def _move(update: PyTree, master: PyTree) -> PyTree:
-    """The updated master; parameters without a gradient have no update."""
-    return master if is_absent(update) else optax.apply_updates(master, update)
-
-
 def round_to(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
     """The rounded master, in the dtype of the parameter."""
     if is_remainder(param, stored):
@@ -226,41 +219,34 @@ def round_to(master: PyTree, param: PyTree, stored: PyTree) -> PyTree:
     return keep_rounding(master.astype(param.dtype))
 
 
-def _update_to(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) -> PyTree:
-    """The update that takes a parameter to its rounded master."""
-    if is_absent(update) or not _is_rounded(param, stored):
-        return update
-    difference = widen(round_to(master, param, stored)) - widen(param)
-    if is_narrow(param):
-        return keep_rounding(difference.astype(param.dtype))
-    return difference
+def _round_update(
+    update: PyTree, param: PyTree, master: PyTree, stored: PyTree, *, keeps_bits: bool
+) -> tuple[PyTree, PyTree]:
+    """The update that takes a parameter to its rounded master, and what is stored then.
 
-
-def _keep_bits(update: PyTree, param: PyTree, master: PyTree, stored: PyTree) -> PyTree:
-    """Updates a parameter by -0.0 if it is its rounded master already.
-
-    So a step that is skipped inside changes no bit of a parameter, be it -0.0 or
-    infinite. (In a step that is skipped outside, all updates are -0.0.)
+    What is stored belongs to the value that the parameter will have, which may not be
+    the rounded master. With `keeps_bits` a parameter that is its rounded master already
+    is updated by -0.0. So a step that is skipped inside changes no bit of it, be it
+    -0.0 or infinite. (In a step that is skipped outside, all updates are -0.0.)
     """
-    if is_absent(update) or not _is_rounded(param, stored):
-        return update
-    is_same = same_bits(round_to(master, param, stored), param)
-    return jnp.where(is_same, jnp.full_like(update, -0.0), update)
-
-
-def _next_stored(
-    update: PyTree, param: PyTree, master: PyTree, stored: PyTree
-) -> PyTree:
-    """The master or remainder, or that of the parameter if it has another value."""
-    if is_absent(update) or is_absent(stored):
-        return stored
+    if is_absent(update):  # Parameters without a gradient have no update.
+        return update, stored
+    master = optax.apply_updates(master, update)
     if not _is_rounded(param, stored):
-        return master
+        return update, stored if is_absent(stored) else master
+    rounded = round_to(master, param, stored)
+    update = widen(rounded) - widen(param)
+    if is_narrow(param):
+        update = keep_rounding(update.astype(param.dtype))
+    if keeps_bits:
+        nothing = jnp.full_like(update, -0.0)
+        update = jnp.where(same_bits(rounded, param), nothing, update)
     becomes = param + update if is_narrow(param) else widen(param) + update
     becomes = keep_rounding(becomes.astype(param.dtype))
     if is_remainder(param, stored):
-        return remainder_of(master, becomes)
-    return jnp.where(becomes == master.astype(param.dtype), master, widen(becomes))
+        return update, remainder_of(master, becomes)
+    is_rounded_master = becomes == master.astype(param.dtype)
+    return update, jnp.where(is_rounded_master, master, widen(becomes))
 
 
 def _check_form(state: _State, is_compact: bool) -> None:
