@@ -1,7 +1,10 @@
 """What the package needs of JAX and Flax that they do not promise to keep.
 
-Each name stands here with the reason, and `tests/autocast/test_jax_internals.py` says
-what to do when it is gone.
+Names that are private or differ between versions stand here with the reason, and
+`tests/autocast/test_jax_internals.py` says what to do when one is gone. Some parameters
+of primitives are read where they are used: those of loops and branches in
+`_operations/watch.py`, of a jitted call in `_early_masks.py`, of products in
+`_autocast/`. The scopes of `flax.linen` are changed in `_autocast/modules.py`.
 """
 
 import contextlib
@@ -9,7 +12,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +103,35 @@ def line_of(equation: core.JaxprEqn, code: types.CodeType, place: int) -> int:
     traceback: Any = equation.source_info.traceback
     line: int = traceback.code_addr2location(code, place)[0]
     return line
+
+
+def manual_axes_of(params: dict[str, Any]) -> tuple[Hashable, ...]:
+    """The axes over which a `shard_map` splits its arrays.
+
+    JAX 0.7 calls this parameter `manual_axes`, and later versions `newly_manual_axes`.
+    """
+    (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
+    return tuple(manual)
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants a scan reads, and how many values it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Only JAX 0.12 and later come here.
+    constants, carry, _ = params["ft_in"].unpack()  # pragma: no cover
+    return len(constants), len(carry)  # pragma: no cover
+
+
+def axes_varying(array: jax.Array) -> frozenset[Hashable]:
+    """The axes over which an array is known to vary."""
+    kind: Any = jax.typeof(array)
+    # JAX 0.7 has the first name, and JAX 0.10 the second.
+    is_named_vma = hasattr(kind, "vma")
+    axes: frozenset[Hashable] = (
+        kind.vma if is_named_vma else kind.manual_axis_type.varying
+    )
+    return axes
 
 
 def linen_modules_around() -> Sequence[Any]:

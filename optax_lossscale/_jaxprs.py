@@ -197,12 +197,3 @@ def _programs_in(parameter: Any) -> list[Program]:
     programs = [x for x in parameter if x is not None] if is_several else [parameter]
     are_programs = (isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in programs)
     return programs if all(are_programs) else []
-
-
-def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants a scan reads, and how many values it carries."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    # Only JAX 0.12 and later come here.
-    constants, carry, _ = params["ft_in"].unpack()  # pragma: no cover
-    return len(constants), len(carry)  # pragma: no cover

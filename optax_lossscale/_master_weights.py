@@ -30,7 +30,7 @@ from optax_lossscale._tree import (
     dtype_of,
     find_by_type,
     is_absent,
-    is_narrow,
+    is_float8,
     path_name,
     unwrapped,
     wide_param,
@@ -176,7 +176,7 @@ def as_array(param: PyTree) -> PyTree:
 
 def _first_remainder(param: PyTree) -> PyTree:
     """What is stored for a parameter at first if masters are compact."""
-    if is_narrow(param):
+    if is_float8(param):
         return copy_wide(param)  # It lacks more than 16 bits.
     dtype = REMAINDERS.get(dtype_of(param))
     if dtype is None:
@@ -236,12 +236,12 @@ def _round_update(
         return update, stored if is_absent(stored) else master
     rounded = round_to(master, param, stored)
     update = widen(rounded) - widen(param)
-    if is_narrow(param):
+    if is_float8(param):
         update = keep_rounding(update.astype(param.dtype))
     if keeps_bits:
         nothing = jnp.full_like(update, -0.0)
         update = jnp.where(same_bits(rounded, param), nothing, update)
-    becomes = param + update if is_narrow(param) else widen(param) + update
+    becomes = param + update if is_float8(param) else widen(param) + update
     becomes = keep_rounding(becomes.astype(param.dtype))
     if is_remainder(param, stored):
         return update, remainder_of(master, becomes)
@@ -269,7 +269,7 @@ def _check_form(state: _State, is_compact: bool) -> None:
 def check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
     """Refuses a parameter for which a compact state does not store what it needs."""
     got, dtype = dtype_of(stored), dtype_of(param)
-    expected = np.dtype(np.float32) if is_narrow(param) else REMAINDERS.get(dtype)
+    expected = np.dtype(np.float32) if is_float8(param) else REMAINDERS.get(dtype)
     if is_absent(param) or got == expected:
         return
     if got is None:

@@ -162,19 +162,19 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     if not isinstance(state.rule_state, Unscaled):
         pairs = zip(*map(jax.tree.leaves, (tree, unscaled)), strict=True)
         divided = [leaf for old, leaf in pairs if leaf is not old]
-        _unscaled.update({(id(leaf), id(state.loss_scale)): leaf for leaf in divided})
+        _returned.update({(id(leaf), id(state.loss_scale)): leaf for leaf in divided})
     return unscaled
 
 
 # What `unscale` has returned, by its identity and that of the scale, as long as
 # somebody holds it.
-_unscaled: WeakValueDictionary[tuple[int, int], jax.Array] = WeakValueDictionary()
+_returned: WeakValueDictionary[tuple[int, int], jax.Array] = WeakValueDictionary()
 
 
 def check_scaled(tree: PyTree, state: LossScaleState, mask: PyTree) -> None:
     """Refuses what `unscale` has returned for the same state; the mask is resolved."""
     for leaf in jax.tree.leaves(where_true(mask, tree)):
-        if _unscaled.get((id(leaf), id(state.loss_scale))) is leaf:
+        if _returned.get((id(leaf), id(state.loss_scale))) is leaf:
             raise ValueError(
                 "the gradients must be scaled, got an array that `unscale` has "
                 "returned. (After `unscale`, call `tx.update(..., "

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._checks import check_count, check_flag, check_optimizer
+from optax_lossscale._early_masks import run_masked
 from optax_lossscale._finite import is_finite
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
     mask_results,
-    run_masked,
 )
 from optax_lossscale._mistakes import (
     check_names,
@@ -45,7 +45,7 @@ from optax_lossscale._trainable import (
 )
 from optax_lossscale._tree import (
     is_absent,
-    is_narrow,
+    is_float8,
     is_wrapped,
     resolve_mask,
     strengthen,
@@ -315,11 +315,11 @@ def _round_for_float8(
     updates: optax.Updates, params: optax.Params | None
 ) -> optax.Updates:
     """Rounds updates of float8 parameters, to which JAX does not add float32."""
-    if not any(is_narrow(param) for param in jax.tree.leaves(params)):
+    if not any(is_float8(param) for param in jax.tree.leaves(params)):
         return updates
 
     def round_update(update: PyTree, param: PyTree) -> PyTree:
-        is_rounded = is_narrow(param) and not is_absent(update)
+        is_rounded = is_float8(param) and not is_absent(update)
         return jnp.asarray(update).astype(param.dtype) if is_rounded else update
 
     return jax.tree.map(round_update, updates, params, is_leaf=is_absent)

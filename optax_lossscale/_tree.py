@@ -89,7 +89,7 @@ def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
-def is_narrow(leaf: object) -> bool:
+def is_float8(leaf: object) -> bool:
     """Whether a leaf is in float8 or less, to which JAX adds nothing of another dtype.
 
     Updates of such a parameter must be in its own dtype. (float8_e8m0fnu has no zero,

@@ -38,7 +38,7 @@ from optax_lossscale._operations.operation import (
     Entry,
     Run,
     is_below_float32,
-    is_floating_array,
+    is_floating_atom,
 )
 from optax_lossscale._types import Arrays
 
@@ -76,7 +76,7 @@ class Instrumenter:
                 equations.append(self._with_statistics(equation, inner))
                 continue
             equations.append(equation)
-            if any(map(is_floating_array, equation.outvars)):
+            if any(map(is_floating_atom, equation.outvars)):
                 equations.append(self._statistics_of(equation, inner, exact))
         effects = frozenset[Any]().union(*(x.effects for x in equations))
         return with_equations(program, equations, effects=jaxpr.effects | effects)
@@ -103,8 +103,8 @@ class Instrumenter:
         self.entries.append(entry)
         apply, exact_operands = _reference_of(equation, exact) or (None, [])
         read = (
-            list(filter(is_floating_array, equation.outvars)),
-            list(filter(is_floating_array, equation.invars)),
+            list(filter(is_floating_atom, equation.outvars)),
+            list(filter(is_floating_atom, equation.invars)),
             exact_operands,  # Before they were rounded.
         )
 

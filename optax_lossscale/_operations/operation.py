@@ -58,15 +58,15 @@ class Context(NamedTuple):
         )
 
 
-def is_floating_array(atom: Atom) -> bool:
+def is_floating_atom(atom: Atom) -> bool:
     """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
-def is_narrow_array(atom: Atom) -> bool:
+def is_narrow_atom(atom: Atom) -> bool:
     """Whether it is an array of a floating dtype narrower than float32."""
-    return is_floating_array(atom) and is_below_float32(aval_of(atom).dtype)
+    return is_floating_atom(atom) and is_below_float32(aval_of(atom).dtype)
 
 
 def is_below_float32(dtype: jax.typing.DTypeLike) -> bool:
@@ -264,7 +264,7 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
         return "An operand was infinite, and the result is NaN."
     if is_product and received > top:
         return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
-    if run.exact and is_narrow_array(result) and run.exact[0] < math.inf:
+    if run.exact and is_narrow_atom(result) and run.exact[0] < math.inf:
         in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
         if run.exact[0] <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
@@ -284,7 +284,7 @@ def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
     It takes one entry of each operand for each entry of its result.
     """
     rows = iter(run.operands)
-    smallest = [next(rows)[1] if is_floating_array(x) else 1.0 for x in equation.invars]
+    smallest = [next(rows)[1] if is_floating_atom(x) else 1.0 for x in equation.invars]
 
     def is_finite(zero: float) -> bool:
         operands = [

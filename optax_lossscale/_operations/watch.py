@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._autocast.modules import call_with_states, trace
 from optax_lossscale._finite import vary_over
+from optax_lossscale._jax_internals import manual_axes_of, scan_sizes
 from optax_lossscale._jaxprs import (
     Program,
     bind,
@@ -22,10 +23,9 @@ from optax_lossscale._jaxprs import (
     jaxpr_of,
     programs_of,
     read,
-    scan_sizes,
 )
 from optax_lossscale._named_calls import named_calls
-from optax_lossscale._operations.operation import Context, is_narrow_array
+from optax_lossscale._operations.operation import Context, is_narrow_atom
 from optax_lossscale._types import Arrays, PyTree
 
 # For each scope and kind of number, the largest number until now.
@@ -118,7 +118,7 @@ def _keys_of(jaxpr: core.Jaxpr, context: Context) -> Iterator[tuple[str, str]]:
 
 
 def _is_measured(equation: core.JaxprEqn) -> bool:
-    return any(map(is_narrow_array, equation.outvars[:1]))
+    return any(map(is_narrow_atom, equation.outvars[:1]))
 
 
 def _keys_at(context: Context) -> list[tuple[str, str]]:
@@ -218,9 +218,7 @@ def _run_on_devices(
     numbers: _Numbers,
 ) -> tuple[Arrays, _Numbers]:
     """Evaluates a `jax.shard_map`. Of the numbers of all devices the largest count."""
-    # JAX 0.7 says `manual_axes`, later versions `newly_manual_axes`.
-    (manual,) = (params[name] for name in params if name.endswith("manual_axes"))
-    axes = tuple(manual)
+    axes = manual_axes_of(params)
 
     def body(arrays: Arrays, numbers: _Numbers) -> tuple[Arrays, _Numbers]:
         numbers = {key: vary_over(number, axes) for key, number in numbers.items()}
@@ -232,7 +230,7 @@ def _run_on_devices(
         mesh=params["mesh"],
         in_specs=(list(params["in_specs"]), P()),
         out_specs=(list(params["out_specs"]), P()),
-        axis_names=set(manual),
+        axis_names=set(axes),
         check_vma=params["check_vma"],
     )(inputs, numbers)
     return outputs, numbers

@@ -20,6 +20,7 @@ from jax import lax
 
 from optax_lossscale._checks import SMALLEST_SCALE, python_number
 from optax_lossscale._finite import all_finite, hint_at_axes, vary_over
+from optax_lossscale._jax_internals import axes_varying
 from optax_lossscale._rules import DynamicRuleState, LossScale
 from optax_lossscale._scaling import divide_leaves
 from optax_lossscale._scaling import scale as scale_loss
@@ -323,7 +324,7 @@ def _axes(axis_name: AxisName | None) -> tuple[_Axes, _Axes]:
         return (), ()
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     with hint_at_axes(axis_name):
-        tracked = (name for name in names if name in _varying(lax.axis_index(name)))
+        tracked = (name for name in names if name in axes_varying(lax.axis_index(name)))
         return names, tuple(tracked)
 
 
@@ -357,23 +358,12 @@ def _mean_over_devices(
     Where JAX tracks what varies, a loss may be one for all devices, such as a mean. Its
     gradient is the sum of what each device adds to it.
     """
-    of_one_loss = tuple(n for n in tracked if n not in _varying(loss))
+    of_one_loss = tuple(n for n in tracked if n not in axes_varying(loss))
     of_many = tuple(n for n in names if n not in of_one_loss)
 
     def mean(grad: jax.Array) -> jax.Array:
-        added = tuple(n for n in of_one_loss if n in _varying(grad))
+        added = tuple(n for n in of_one_loss if n in axes_varying(grad))
         grad = lax.psum(grad, added) if added else grad
         return lax.pmean(grad, of_many) if of_many else grad
 
     return jax.tree.map(mean, grads)
-
-
-def _varying(array: jax.Array) -> frozenset[Hashable]:
-    """The axes over which an array is known to vary."""
-    kind: Any = jax.typeof(array)
-    # JAX 0.7 has the first name, and JAX 0.10 the second.
-    is_named_vma = hasattr(kind, "vma")
-    axes: frozenset[Hashable] = (
-        kind.vma if is_named_vma else kind.manual_axis_type.varying
-    )
-    return axes

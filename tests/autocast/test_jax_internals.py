@@ -206,3 +206,41 @@ def test_a_traced_array_knows_the_equation_that_made_it():
         return grads
 
     trace(X)
+
+
+def test_a_shard_map_names_its_axes_and_knows_which_arrays_vary_over_them():
+    """Else change `manual_axes_of`, for `watch`, and `axes_varying`, for Flax."""
+    from optax_lossscale._jax_internals import axes_varying, manual_axes_of
+
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("i",), auto, devices=jax.devices()[:1])
+    split, seen = jax.sharding.PartitionSpec("i"), []
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def fun(x):
+        seen.append(axes_varying(x))
+        return x
+
+    assert manual_axes_of(first_equation(fun, X).params) == ("i",)
+    assert seen == [{"i"}]
+
+
+def test_loops_and_branches_have_the_parameters_that_watch_reads():
+    """Else change `_run_nested` of `_operations/watch.py`."""
+    from optax_lossscale._jax_internals import scan_sizes
+
+    scan = first_equation(lambda x: lax.scan(lambda c, y: (c @ x, y), X, X), X)
+    assert scan_sizes(scan.params) == (1, 1)
+    assert {"length", "reverse", "unroll", "jaxpr"} <= scan.params.keys()
+    loop = first_equation(
+        lambda x: lax.while_loop(lambda c: c.sum() < x.sum(), lambda c: c + x, x), X
+    )
+    names = {"cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts"}
+    assert names <= loop.params.keys()
+    branch = jax.make_jaxpr(lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x))(X)
+    assert "branches" in branch.eqns[-1].params
+
+
+def test_a_jitted_call_holds_its_program():
+    """Else change `_run_masked_early` of `_early_masks.py`."""
+    assert first_equation(jax.jit(jnp.sin), X).params["jaxpr"].jaxpr.eqns

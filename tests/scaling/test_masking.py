@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 from helpers.compare import assert_same_bits
 from helpers.compat import set_mesh
 from helpers.inner import standard_promotion
+from optax_lossscale._early_masks import run_masked
 from optax_lossscale._masking import (
     cast_like,
     mask_inputs,
     mask_results,
     mask_state,
     mask_updates,
-    run_masked,
 )
 
 GOOD, BAD = jnp.asarray(True), jnp.asarray(False)
