@@ -58,8 +58,7 @@ def test_optax_can_add_the_updates_of_float8_parameters(dtype, name):
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_a_bad_step_changes_no_bit_of_float8_parameters(dtype, name):
     tx, params = WRAPPERS[name](), params_in(dtype)
-    update = jax.jit(tx.update)
-    updates, _ = update(grads_in(dtype, jnp.nan), tx.init(params), params)
+    updates, _ = tx.update(grads_in(dtype, jnp.nan), tx.init(params), params)
     assert_same_bits(optax.apply_updates(params, updates), params)
 
 
