@@ -107,8 +107,8 @@ def _masked_early(
 ) -> core.Jaxpr:
     """Masks arrays right after they are computed, and lets the rest read those.
 
-    `master_weights` computes its state from the updates. If it reads the masked ones,
-    as `optax.apply_updates` does, XLA for TPU computes both in one kernel.
+    Updates are masked early too, because `master_weights` computes its state from them.
+    If both read the same masked array, XLA for TPU computes them in one kernel.
     """
     constants: list[core.JaxprEqn] = []
     computed: list[core.JaxprEqn] = []

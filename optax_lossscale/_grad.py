@@ -199,7 +199,9 @@ def _value_and_grad(
             merged = (merges.get(i, lambda arg: arg)(arg) for i, arg in enumerate(args))
             return fun(*merged, **kwargs)
 
-        if not kwargs:  # NNX need not find their positions, nor those of defaults.
+        # From the signature NNX finds the positions of keyword arguments. If there are
+        # none, it would only move defaults there.
+        if not kwargs:
             del merged_fun.__wrapped__
         if modules_of((args, kwargs)):
             transformed = value_and_grad_of_modules(

@@ -22,9 +22,9 @@ def warn_if_unscaled(
 ) -> None:
     """Warns of derivatives computed from the parameters, but not from the loss scale.
 
-    This is seen in one trace only. Gradients that another jitted function computed, or
-    that were computed outside `jit`, may be scaled or not. Any number that the trace
-    was given may be the scale.
+    It sees only what was computed in the same trace, and is silent in case of doubt:
+    about gradients that come from outside the trace, and if they depend on any scalar
+    that was given to it, because that may be the scale.
     """
     if not isinstance(state.loss_scale, jax.core.Tracer):
         return

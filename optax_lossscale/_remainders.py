@@ -12,12 +12,12 @@ bits of the parameter, and the remainder completes these:
 For example, the bfloat16 parameter of the master 0x3F808001 is 0x3F81, to which
 0x8001 is rounded up, and the remainder is 0x3F808001 - 0x3F810000 = -0x7FFF.
 
-In bfloat16, ties are rounded away from zero. If they were rounded to even parameters,
-these would have a tie on both sides, which is one remainder too many. In float16, ties
-are rounded to even parameters, as a cast does it. There a remainder of `2**15` does not
-fit either, and is stored as `2**15 - 1`. Masters from `2**-16` on, which are multiples
-of two of these units or more, have no such remainder of their own, and when they are
-joined it is rounded to the tie again.
+A tie, such as the master 0x3F808000, lies midway between two parameters. There are
+65,537 remainders from `-2**15` to `2**15`, one more than 16 bits can hold. So in
+bfloat16 ties are rounded away from zero, and no remainder is `2**15`. In float16 they
+are rounded to the even parameter, as by a cast, and a remainder of `2**15` is stored as
+`2**15 - 1`. A master of at least `2**-16` is a multiple of two units, so no other one
+has that remainder, and when the two are joined it is rounded to the tie again.
 
 All this is integer arithmetic, because XLA leaves out some casts.
 """

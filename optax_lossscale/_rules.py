@@ -272,8 +272,8 @@ def counting_rule(
 
     def advance(state: LossScaleState, finite: jax.Array) -> tuple[jax.Array, PyTree]:
         n, h = state.rule_state
-        # A damaged count could keep the scale from ever changing; so it delays a growth
-        # by one interval at most.
+        # A damaged count, far below zero, would keep the scale from growing. Clipped,
+        # it delays the next growth by one interval at most.
         n = optax.safe_increment(jnp.maximum(n, -growth_interval))
         h = jnp.clip(h, 0, hysteresis)
         grow = finite & (n >= growth_interval)

@@ -56,10 +56,11 @@ def split_trainable(
 
 
 def parameters_of(params: optax.Params) -> optax.Params:
-    """None for what is no parameter, as in a whole Equinox module.
+    """The tree with None in the place of each leaf that is no parameter.
 
-    In a module that is what is not differentiated, such as the rate of dropout. In
-    containers of Python, numbers and arrays of any dtype are parameters, as in JAX.
+    In a module, such as one of Equinox, only floating and complex arrays are
+    parameters, and the rate of dropout is none. In lists, tuples and dicts, all numbers
+    and arrays are, as in JAX.
     """
     is_plain = isinstance(params, dict | list | tuple)
     is_param = is_numeric if is_plain else is_floating_array

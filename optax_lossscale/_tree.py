@@ -195,8 +195,9 @@ def find_one(
 ) -> tuple[KeyPath, PyTree] | None:
     """Path and value of the one node of a type at `path`; None if there is none at all.
 
-    Of several, the error says `must` ("the tree must hold one ...") and lists their
-    paths; `pick` says where to pass the path of one, which takes the place of `{}`.
+    If there are several, an error lists their paths. It begins with `must`, such as
+    "the tree must hold one LossScaleState", and ends with `pick`, which says how to
+    choose one: `{}` in it stands for the argument, such as `path='generator'`.
     """
     everywhere = find_by_type(tree, kind)
     found = [(keys, node) for keys, node in everywhere if is_at(keys, path)]

@@ -87,7 +87,10 @@ def agree(
 
 
 def as_leaf(name: str, verdict: jax.typing.ArrayLike | None) -> jax.Array | None:
-    """Turns a verdict from outside into 0 or infinity, which one check covers too."""
+    """A verdict as a number: 0 for True, and infinity for False.
+
+    So one check covers the gradients and the verdict.
+    """
     if verdict is None:
         return None
     # Without this check a loss passed by mistake would count as True, even if NaN.

@@ -4,8 +4,8 @@
 |---|---|
 | O0 | the function itself |
 | O1 | products run low |
-| O2 | O1, and the function is traced with low arguments, but those of normalization |
-| O3 | O1, and the function is traced with low arguments |
+| O2 | O1, traced with low arguments; running statistics and norms stay as they are |
+| O3 | O1, traced with low arguments; running statistics stay as they are |
 """
 
 import contextlib

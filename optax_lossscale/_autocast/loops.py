@@ -77,10 +77,10 @@ def _save_all_but_cheap(primitive: core.Primitive, *_: Any, **__: Any) -> bool:
 
 
 def can_recompute(body: Program, low_body: Program) -> bool:
-    """Whether the body of a loop has low products, and nothing forbids to repeat it.
+    """Whether the body of a loop has low products, and may be computed again.
 
-    A body with effects would repeat them, and one with a `jax.checkpoint` says itself
-    what it saves. JAX fails to save complex numbers that a checkpoint also reads.
+    Effects would happen twice. A body with a `jax.checkpoint` says itself what it
+    saves. Complex numbers that a checkpoint reads and saves make JAX fail.
     """
     own, low = list(equations_of(body)), list(equations_of(low_body))
     has_product = any(equation.primitive is low_product_p for equation in low)
