@@ -49,6 +49,15 @@ def mask_afterwards(is_applied: Any, run: Any, old: Any) -> Any:
     return _masking.mask_results(is_applied, *run(), old)
 
 
+def concatenated(leaves: list[jax.Array]) -> Iterator[list[jax.Array]]:
+    """Yields groups of 60 leaves of any shapes, each in one array."""
+    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
+    for dtype in dtypes:
+        flat = [jnp.ravel(leaf) for leaf in leaves if leaf.dtype == dtype]
+        for start in range(0, len(flat), 60):
+            yield [jnp.concatenate(flat[start : start + 60])]
+
+
 # For each optimization the functions that have it, and what stands in their place.
 WITHOUT: dict[str, dict[tuple[Any, str], Any]] = {
     "nothing": {},
@@ -56,6 +65,9 @@ WITHOUT: dict[str, dict[tuple[Any, str], Any]] = {
     "leaves combined": {(_finite, "_groups_of"): lambda leaves: ([x] for x in leaves)},
     "leaves cut on a CPU": {(_finite, "_cut"): lambda group: group},
     "small leaves concatenated": {(_finite, "_is_small"): lambda leaf: False},
+    "groups of one shape; all leaves concatenated": {
+        (_finite, "_groups_of"): concatenated
+    },
 }
 COMPILED_ONCE = [
     (_finite, "_reduce_leaves"),

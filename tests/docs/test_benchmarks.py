@@ -15,7 +15,7 @@ import autocast
 import on_gpu
 import optax_lossscale as ols
 import whole_step
-from _lib import compiled_text, plain_models
+from _lib import compiled_text, plain_models, update_times
 from helpers.compat import IS_JAX_0_7
 from helpers.inner import standard_promotion
 
@@ -48,6 +48,19 @@ def test_every_way_of_running_gives_the_same_result_and_skips_together(run_scrip
         assert row["skipped together"], name
         assert row["largest difference"] < 1e-6, name
         assert row["collectives"] <= 1, name
+
+
+@slow  # It compiles a step eight times.
+def test_each_optimization_can_be_taken_out(run_script, monkeypatch):
+    optimizations = importlib.import_module("optimizations")
+    monkeypatch.setattr(update_times, "ROUNDS", 1)
+    monkeypatch.setitem(optimizations.LEAVES, "60 x 100000", [(200, 200), (7,)])
+    tables = run_script(
+        "optimizations", "--platforms", "cpu", "--leaves", "60 x 100000"
+    )
+    rows = [*tables["Inside jit"], *tables["Outside jit"]]
+    assert [x["without"] for x in tables["Inside jit"]] == [*optimizations.WITHOUT]
+    assert all(float(row["CPU, time"]) > 0 for row in rows)
 
 
 @slow
