@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from helpers.programs import equations_of
-from optax_lossscale._jaxprs import bind, scan_sizes, with_programs
+from optax_lossscale._jax_internals import scan_sizes
+from optax_lossscale._jaxprs import bind, with_programs
 
 
 def names_in(function, *args):
