@@ -48,7 +48,7 @@ def print_operation_report(
       >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
       >>> operations = ols.diagnostics.trace_operations(loss_fn, w, x)
       >>> ols.diagnostics.print_operation_report(operations)
-      19 operations ran, 1 of them made NaN or infinity, and 1 received some.
+      1... operations ran, 1 of them made NaN or infinity, and 1 received some.
       The first: dot_general at <doctest ...>:2 (loss_fn), forward pass: 2 of 2 ...
       <BLANKLINE>
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
