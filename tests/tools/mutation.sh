@@ -21,7 +21,8 @@ cd "$folder"
 core=$(python -c '
 import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["tool"]["mutmut"]["only_mutate"])')
-sed -i -E '/wraps\(make_rule\)/!{/^ *@(jax\.jit|partial\(jax\.jit|functools\.wraps)/d}' $core
+sed -i -E -e '/^@(jax\.jit|partial\(jax\.jit)/d' \
+  -e '/wraps\(make_rule\)/!{/^ *@functools\.wraps/d}' $core
 # Every test run imports these. Nothing may start JAX here, since it must not be forked.
 printf '%s\n' jax optax flax.nnx flax.training.train_state hypothesis chex equinox \
   jaxtyping orbax.checkpoint > preload.txt
