@@ -7,6 +7,9 @@ A program describes its task with four functions, and `train` does the rest:
     step(state, batch) -> (state, loss)    one step of training
     evaluate(state) -> figures             a dict of scalars for a report
 
+and perhaps a fifth, `rollout(state, batch) -> batch`, which makes what a step learns
+from by a program of its own.
+
 `state` is a pytree of arrays that holds everything that a step changes. A checkpoint
 holds this state, and a batch depends on the number of its step only. So a run that was
 killed continues with the same bits as if it had never stopped.
@@ -70,6 +73,7 @@ def train(
     step: Callable[[Any, Any], tuple[Any, jax.Array]],
     evaluate: Callable[[Any], dict[str, jax.Array]],
     optimizer_of: Callable[[Any], Any] = lambda state: state,
+    rollout: Callable[[Any, Any], Any] = lambda state, batch: batch,
 ) -> Any:
     """Trains from the start or the last checkpoint, and returns the final state."""
     everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -91,11 +95,13 @@ def train(
     shardings = jax.tree.map(split, jax.eval_shape(start))
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
     evaluate = jax.jit(evaluate, out_shardings=everywhere)
+    rollout = jax.jit(rollout)
     journal = Journal(options)
     state = journal.restore(jax.jit(start, out_shardings=shardings)())
     bar = tqdm(total=options.steps, initial=journal.count, disable=journal.is_quiet)
     for count in range(journal.count + 1, options.steps + 1):
-        state, loss = step(state, jax.tree.map(spread, batch_of(count - 1)))
+        batch = jax.tree.map(spread, batch_of(count - 1))
+        state, loss = step(state, rollout(state, batch))
         bar.update()
         if count % options.report == 0 or count == options.steps:
             ols.raise_if_stalled(optimizer_of(state))

@@ -35,6 +35,7 @@ SMALL = {
     "resnet": ["--width", "4", "--batch", "32"],
     "lstm": ["--width", "16", "--batch", "64"],
     "ppo": ["--games", "8", "--moves", "8"],
+    "grpo": ["--width", "32", "--layers", "1", "--digits", "3", "--pretrain", "5"],
 }
 
 
@@ -117,7 +118,7 @@ def test_options_that_cannot_work_are_refused_at_the_start(
 
 # Each program compiles a step and an evaluation, which takes 10 to 20 seconds.
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["resnet", "lstm", "ppo"])
+@pytest.mark.parametrize("task", ["resnet", "lstm", "ppo", "grpo"])
 def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
     # In this process, which has eight devices.
     options = ["--devices", 8, "--steps", 4, "--report", 2]
@@ -129,12 +130,13 @@ def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
     assert [record["step"] for record in records] == [2, 4]
     for record in records:
         assert math.isfinite(record["loss"])
-        assert record["flushed"] < 0.01
+        assert record.get("flushed", 0) < 0.01
         assert record["skipped"] == 0
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("task", ["gpt", "grpo"])
+def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     steps = ["--steps", 20, "--report", 5]
     # What one run has compiled need not be compiled again in the next.
@@ -145,8 +147,8 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path):
     run = functools.partial(subprocess.run, env=environment, text=True, timeout=300)
     of_whole = ["--folder", whole, "--json", tmp_path / "whole.json"]
     of_killed = ["--folder", killed, "--json", tmp_path / "killed.json"]
-    run(command("gpt", *steps, *of_whole), check=True)
-    options = command("gpt", *steps, *of_killed)
+    run(command(task, *steps, *of_whole), check=True)
+    options = command(task, *steps, *of_killed)
     process = subprocess.Popen(options, env=environment)
     while not (killed / "checkpoints" / "5").exists():
         assert process.poll() is None
@@ -159,12 +161,12 @@ def test_a_killed_run_continues_with_the_same_bits(tmp_path):
     log = (killed / "log.jsonl").read_text()
     assert log == (whole / "log.jsonl").read_text()
     assert [json.loads(line)["step"] for line in log.splitlines()] == [5, 10, 15, 20]
-    other = run([*options, "--width", "64"], stderr=subprocess.PIPE)
+    other = run([*options, "--width", "96"], stderr=subprocess.PIPE)
     assert other.returncode == 1
     assert "holds another run: precision masters, rule dynamic" in other.stderr
 
 
-@pytest.mark.parametrize("task", SMALL)
+@pytest.mark.parametrize("task", ["gpt", "resnet", "lstm", "ppo"])
 def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys):
     real_models = importlib.import_module("real_models")
     runs = [run for run in real_models.load() if run["task"] == task]
