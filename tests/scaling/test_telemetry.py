@@ -56,6 +56,11 @@ def test_raise_if_stalled_warns_of_a_scale_at_its_floor():
         ols.raise_if_stalled(after([False, True] * 39 + [True]), max_consecutive=40)
 
 
+def test_raise_if_stalled_says_nothing_of_a_scale_above_its_floor():
+    state = ols.dynamic_loss_scale(2.0**-23).init()
+    ols.raise_if_stalled(state._replace(step_count=jnp.int32(60)))
+
+
 def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
     message = (
         r"the last 50 steps were skipped \(limit 50; 50 of 51 in all\), and the loss "
