@@ -73,7 +73,7 @@ def train(
     step: Callable[[Any, Any], tuple[Any, jax.Array]],
     evaluate: Callable[[Any], dict[str, jax.Array]],
     optimizer_of: Callable[[Any], Any] = lambda state: state,
-    rollout: Callable[[Any, Any], Any] = lambda state, batch: batch,
+    rollout: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
     """Trains from the start or the last checkpoint, and returns the final state."""
     everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -95,13 +95,14 @@ def train(
     shardings = jax.tree.map(split, jax.eval_shape(start))
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
     evaluate = jax.jit(evaluate, out_shardings=everywhere)
-    rollout = jax.jit(rollout)
+    rollout = jax.jit(rollout) if rollout else None
     journal = Journal(options)
     state = journal.restore(jax.jit(start, out_shardings=shardings)())
     bar = tqdm(total=options.steps, initial=journal.count, disable=journal.is_quiet)
     for count in range(journal.count + 1, options.steps + 1):
         batch = jax.tree.map(spread, batch_of(count - 1))
-        state, loss = step(state, rollout(state, batch))
+        batch = rollout(state, batch) if rollout else batch
+        state, loss = step(state, batch)
         bar.update()
         if count % options.report == 0 or count == options.steps:
             ols.raise_if_stalled(optimizer_of(state))
@@ -111,6 +112,12 @@ def train(
     bar.close()
     journal.finish()
     return state
+
+
+def has_checkpoint(folder: pathlib.Path | None) -> bool:
+    """Whether a folder has a checkpoint. One that is not finished has a longer name."""
+    steps = () if folder is None else (folder / "checkpoints").glob("*")
+    return any(step.name.isdecimal() for step in steps)
 
 
 class Journal:

@@ -29,7 +29,7 @@ from jax import lax
 from tqdm import tqdm
 
 import optax_lossscale as ols
-from loop import make_mesh, train
+from loop import has_checkpoint, make_mesh, train
 from options import parse_options, positive
 from precision import cast, cast_params, low_dtype, with_loss_scale
 
@@ -247,7 +247,7 @@ def main() -> None:
     heat = options.temperature
     model = GPT(options, nnx.Rngs(options.seed))
     # A run that continues has its parameters in a checkpoint.
-    if options.folder is None or not (options.folder / "checkpoints").exists():
+    if not has_checkpoint(options.folder):
         pretrain(model, options)
     weights = nnx.state(model, nnx.Param)
     level = "O0" if options.precision == "float32" else options.sampler

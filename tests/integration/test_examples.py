@@ -20,6 +20,7 @@ import pytest
 import optax_lossscale as ols
 from _lib.tables import print_table
 from helpers.inner import standard_promotion
+from loop import has_checkpoint
 from options import parse_options
 from precision import (
     PRECISIONS,
@@ -94,6 +95,15 @@ def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():
     figures = scale_figures(state, grads, exact)
     assert figures["flushed"] == 0.5  # Two of the four that are not zero.
     assert (figures["loss_scale"], figures["skipped"]) == (2.0**15, 0)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
+    assert not has_checkpoint(None)
+    unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    assert not has_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "5").mkdir()
+    assert has_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
