@@ -28,7 +28,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from _lib.costs import Cost, compile_step
-from _lib.devices import add_platforms, device_of, devices_of, use_host_cpu
+from _lib.devices import (
+    DEVICE_NAMES,
+    add_platforms,
+    device_of,
+    devices_of,
+    use_host_cpu,
+)
 from _lib.tables import print_tables, versions
 from _lib.update_times import eager_ratio, make_inputs, make_program, median_ratios
 from _lib.updates import SHAPES, Way, bare, loss_scaled, shape_of
@@ -41,7 +47,6 @@ LEAVES = {
     **SHAPES,
     "200 small that differ": [(100 + 7 * i,) for i in range(200)],
 }
-NAMES = {"tpu": "v5e", "cuda": "H200"}
 
 
 def mask_afterwards(is_applied: Any, run: Any, old: Any) -> Any:
@@ -115,7 +120,7 @@ def rows_of(leaves: str, platforms: list[str]) -> list[dict[str, str]]:
         for row, time in zip(rows, times_on_cpu(shapes), strict=True):
             row["CPU, time"] = time
     for platform in (each for each in platforms if each != "cpu"):
-        alone, name = compiled(platform, bare(ADAMW), shapes), NAMES[platform]
+        alone, name = compiled(platform, bare(ADAMW), shapes), DEVICE_NAMES[platform]
         limit = alone.moved + 2 * sum(map(math.prod, shapes))
         for row, functions in zip(rows, WITHOUT.values(), strict=True):
             with replaced(functions):
@@ -153,7 +158,7 @@ def collective_rows(platforms: list[str]) -> list[dict[str, str]]:
             with replaced(functions), jax.set_mesh(mesh):
                 program = jax.jit(_finite.all_finite).lower(leaves).compile().as_text()
             count = len(re.findall(r" all-reduce(?:-start)?\(", program))
-            rows[-1][f"{NAMES[platform]}, all-reduces"] = str(count)
+            rows[-1][f"{DEVICE_NAMES[platform]}, all-reduces"] = str(count)
     return rows
 
 

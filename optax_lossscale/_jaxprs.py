@@ -152,6 +152,11 @@ def jaxpr_of(program: Program) -> core.Jaxpr:
     return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
 
 
+def consts_of(program: Program) -> Sequence[Any]:
+    """The constants that are kept beside a program, for its `constvars`."""
+    return program.consts if isinstance(program, core.ClosedJaxpr) else ()
+
+
 def with_equations(
     program: Program, equations: Sequence[core.JaxprEqn], **changes: Any
 ) -> Program:

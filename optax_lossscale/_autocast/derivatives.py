@@ -88,9 +88,8 @@ def _transposed(
             return product.apply(*others[:place], x, *others[place:], out=FLOAT32)
 
         transposed = jax.linear_transpose(of_factor, _in_float32(factor))
-        (gradient,) = transposed(cotangent)
-        array: jax.Array = gradient
-        return array
+        gradient: jax.Array = transposed(cotangent)[0]
+        return gradient
 
     return _traced(transpose, avals)
 

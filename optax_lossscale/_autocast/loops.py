@@ -15,6 +15,7 @@ from optax_lossscale._autocast.products import PRODUCTS, low_product_p
 from optax_lossscale._jax_internals import NEWER_ELEMENTWISE, pvary_p, remat_p, split_p
 from optax_lossscale._jaxprs import (
     Program,
+    consts_of,
     equations_of,
     jaxpr_of,
     with_equations,
@@ -88,7 +89,7 @@ def can_recompute(body: Program, low_body: Program) -> bool:
     results = [x.aval for equation in own for x in equation.outvars]
     # A token has no dtype.
     is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
-    is_closed = not (body.effects or getattr(body, "consts", ()))
+    is_closed = not (body.effects or consts_of(body))
     return has_product and is_closed and not (has_checkpoint or is_complex)
 
 

@@ -27,6 +27,7 @@ from optax_lossscale._jaxprs import (
     Program,
     aval_of,
     bind,
+    consts_of,
     equations_of,
     jaxpr_of,
     programs_of,
@@ -197,7 +198,7 @@ def _apply_wide(equation: core.JaxprEqn, *operands: jax.Array) -> jax.Array:
 def _wide_program(program: Program) -> Program:
     """A program for float32, such as the sum of two numbers in a scatter."""
     is_closed = isinstance(program, core.ClosedJaxpr)
-    closed = core.ClosedJaxpr(jaxpr_of(program), getattr(program, "consts", ()))
+    closed = core.ClosedJaxpr(jaxpr_of(program), consts_of(program))
     inputs = [_widened(np.zeros(x.shape, x.dtype)) for x in closed.in_avals]
     wide = jax.make_jaxpr(core.jaxpr_as_fun(closed))(*inputs)
     return wide if is_closed else wide.jaxpr

@@ -19,6 +19,7 @@ from optax_lossscale._jax_internals import manual_axes_of, scan_sizes
 from optax_lossscale._jaxprs import (
     Program,
     bind,
+    consts_of,
     context_of,
     jaxpr_of,
     programs_of,
@@ -130,7 +131,7 @@ def _run(
     program: Program, arrays: Arrays, numbers: _Numbers, context: Context
 ) -> tuple[list[jax.Array], _Numbers]:
     """Evaluates a program, and updates the numbers."""
-    jaxpr, consts = jaxpr_of(program), getattr(program, "consts", ())
+    jaxpr, consts = jaxpr_of(program), consts_of(program)
     variables = [*jaxpr.constvars, *jaxpr.invars]
     values = dict(zip(variables, [*consts, *arrays], strict=True))
 
