@@ -5,7 +5,7 @@
 It prints the tables of `benchmarks/real_models/README.md` from the runs in `runs.json`
 beside that file, and draws the pictures there. With `--record` it first trains what is
 missing in `runs.json`, which takes over an hour on two cores. It may be stopped and
-started again.
+started again. The task `grpo` has its tables and runs in `benchmarks/rl/`.
 
 XLA may leave out a rounding to float16 that is followed by a conversion back. The runs
 forbid this, so that a value is rounded on a CPU wherever the program says so.
@@ -28,25 +28,35 @@ from tqdm import tqdm
 from _lib.tables import print_table, versions
 from optax_lossscale.plotting._axes import STYLES
 
-FOLDER = pathlib.Path(__file__).parent / "real_models"
+BENCHMARKS = pathlib.Path(__file__).parent
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_allow_excess_precision=false",
     "NPROC": "1",  # One thread for each run, because several run at once.
     "JAX_PLATFORMS": "cpu",
 }
-ARMS = {
-    "float32": ("float32", "dynamic"),
-    "bfloat16": ("bfloat16", "dynamic"),
-    "float16 without a loss scale": ("float16-unscaled", "dynamic"),
-    "float16": ("float16", "dynamic"),
-    "O2": ("O2", "dynamic"),
-    "float16 parameters": ("masters", "dynamic"),
+# The options of each arm, beside its precision.
+Arms = dict[str, tuple[str, ...]]
+ARMS: Arms = {
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16",),
+    "float16 without a loss scale": ("float16-unscaled",),
+    "float16": ("float16",),
+    "O2": ("O2",),
+    "float16 parameters": ("masters",),
 }
-FLOAT8_ARMS = {"float8": ("float8", "dynamic")}
-RULE_ARMS = {
-    "float16, headroom rule": ("float16", "headroom"),
-    "float16, smooth rule": ("float16", "smooth"),
+FLOAT8_ARMS: Arms = {"float8": ("float8",)}
+RULE_ARMS: Arms = {
+    "float16, headroom rule": ("float16", "--rule", "headroom"),
+    "float16, smooth rule": ("float16", "--rule", "smooth"),
+}
+SAMPLER_ARMS: Arms = {
+    f"{dtype}, {name}": (dtype, *options)
+    for name, options in {
+        "corrected": ("--correct", "yes"),
+        "sampler at O1": ("--sampler", "O1"),
+    }.items()
+    for dtype in ("bfloat16", "float16")
 }
 
 DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
@@ -62,14 +72,20 @@ class Task(NamedTuple):
       label: This figure in words.
       digits: How many digits of it to show after the point.
       others: More columns of the table: their titles, by the names of the figures.
-      arms: The precision and the rule of each arm, by its name.
+      over_all: Columns over all reports, not only the last one.
+      arms: The precision and other options of each arm, by its name.
+      folder: Where its runs and pictures are.
+      drawn: The column over all reports to draw as well, on a logarithmic axis.
     """
 
     figure: str
     label: str
     digits: int
     others: dict[str, str] = {}  # noqa: RUF012, never changed.
-    arms: dict[str, tuple[str, str]] = ARMS
+    arms: Arms = ARMS
+    folder: str = "real_models"
+    over_all: dict[str, str] = {}  # noqa: RUF012
+    drawn: str | None = None
 
 
 TASKS = {
@@ -83,6 +99,21 @@ TASKS = {
         "held_out_bits_per_chord", "held-out bits per chord", 2, {}, ARMS | RULE_ARMS
     ),
     "ppo": Task("held_out_score", "held-out score", 0, {"policy_kl": "KL divergence"}),
+    "grpo": Task(
+        "held_out_reward",
+        "held-out reward",
+        3,
+        arms={name: ARMS[name] for name in list(ARMS)[:5]} | SAMPLER_ARMS,
+        folder="rl",
+        over_all={
+            "difference_mean": "mean difference",
+            "difference_max": "largest",
+            "mismatch_kl": "KL divergence",
+            "outside_clip": "outside the clip range",
+            "grad_norm": "gradient norm",
+        },
+        drawn="mismatch_kl",
+    ),
 }
 
 Run = dict[str, Any]  # A task, an arm, a seed, and columns of figures.
@@ -90,11 +121,11 @@ Run = dict[str, Any]  # A task, an arm, a seed, and columns of figures.
 
 def train(task: str, arm: str, seed: int) -> Run:
     """Trains one arm, and returns its reports as columns."""
-    precision, rule = TASKS[task].arms[arm]
+    precision, *options = TASKS[task].arms[arm]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "result.json"
         command = [sys.executable, EXAMPLES / f"train_{task}.py", f"--json={file}"]
-        command += ["--precision", precision, "--rule", rule, "--seed", str(seed)]
+        command += ["--precision", precision, "--seed", str(seed), *options]
         environment = os.environ | ENVIRONMENT
         subprocess.run(command, env=environment, check=True, capture_output=True)
         records = json.loads(file.read_text())["records"]
@@ -107,9 +138,7 @@ def train(task: str, arm: str, seed: int) -> Run:
 
 def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
     """Trains every arm that `runs.json` lacks, and adds it there."""
-    FOLDER.mkdir(exist_ok=True)
-    file = FOLDER / "runs.json"
-    runs = load()
+    runs = load(tasks)
     known = {(run["task"], run["arm"], run["seed"]) for run in runs}
     missing = [
         (task, arm, seed)
@@ -123,15 +152,20 @@ def record(tasks: list[str], seeds: list[int], jobs: int) -> None:
         done = concurrent.futures.as_completed(futures)
         for future in tqdm(done, total=len(futures)):
             runs.append(future.result())
-            lines = ",\n".join(json.dumps(run) for run in runs)
+            folder = TASKS[runs[-1]["task"]].folder
+            here = [run for run in runs if TASKS[run["task"]].folder == folder]
+            lines = ",\n".join(json.dumps(run) for run in here)
             title = json.dumps(versions())
-            file.write_text(f'{{"versions": {title}, "runs": [\n{lines}\n]}}\n')
+            text = f'{{"versions": {title}, "runs": [\n{lines}\n]}}\n'
+            (BENCHMARKS / folder / "runs.json").write_text(text)
 
 
-def load() -> list[Run]:
-    """Returns the recorded runs."""
-    file = FOLDER / "runs.json"
-    return json.loads(file.read_text())["runs"] if file.exists() else []
+def load(tasks: list[str]) -> list[Run]:
+    """Returns the recorded runs in the folders of some tasks."""
+    folders = dict.fromkeys(TASKS[task].folder for task in tasks)
+    files = [BENCHMARKS / folder / "runs.json" for folder in folders]
+    texts = [file.read_text() for file in files if file.exists()]
+    return [run for text in texts for run in json.loads(text)["runs"]]
 
 
 def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
@@ -148,19 +182,17 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
             f"{x:.{task.digits}f}" for x in (last.min(), last.mean(), last.max())
         )
         bits = np.log2(of_arm(runs, arm, "loss_scale")[:, -1]).mean()
-        rows.append(
-            {
-                "arm": arm,
-                task.label: f"{mean} ({low} to {high})",
-                **{
-                    title: f"{of_arm(runs, arm, name)[:, -1].mean():.3g}"
-                    for name, title in task.others.items()
-                },
-                "skipped steps": f"{of_arm(runs, arm, 'skipped')[:, -1].mean():.1f}",
-                "final scale": f"2**{bits:.3g}",
-                "flushed": f"{of_arm(runs, arm, 'flushed').mean():.3%}",
-            }
-        )
+        row = {"arm": arm, task.label: f"{mean} ({low} to {high})"}
+        for name, title in task.others.items():
+            row[title] = f"{of_arm(runs, arm, name)[:, -1].mean():.3g}"
+        for name, title in task.over_all.items():
+            values = of_arm(runs, arm, name)
+            row[title] = f"{values.max() if 'max' in name else values.mean():.2g}"
+        row["skipped steps"] = f"{of_arm(runs, arm, 'skipped')[:, -1].mean():.1f}"
+        row["final scale"] = f"2**{bits:.3g}"
+        if "flushed" in runs[0]["columns"]:
+            row["flushed"] = f"{of_arm(runs, arm, 'flushed').mean():.3%}"
+        rows.append(row)
     return rows
 
 
@@ -173,11 +205,13 @@ def above_float32(task: Task, runs: list[Run], arm: str) -> str:
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
-    arms = [arm for arm in task.arms if arm not in RULE_ARMS]
+    arms = [arm for arm in task.arms if arm in ARMS | FLOAT8_ARMS]
     panels = [(task.label, task.figure, arms)]
     if RULE_ARMS.keys() <= task.arms.keys():
         title = "share of gradient entries flushed to zero"
         panels.append((title, "flushed", ["bfloat16", "float16", *RULE_ARMS]))
+    if task.drawn is not None:
+        panels.append((task.over_all[task.drawn], task.drawn, arms))
     count = len(panels)
     figure, axes = plt.subplots(1, count, figsize=(6 * count, 4.2), squeeze=False)
     for ax, (title, name, arms) in zip(axes.flat, panels, strict=True):
@@ -189,9 +223,11 @@ def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
             low, high = values.min(axis=0), values.max(axis=0)
             ax.fill_between(steps, low, high, color=style["color"], alpha=0.12)
         ax.set_title(title, loc="left")
+        ax.set_yscale("log" if name == task.drawn else "linear")
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize="small")
+        if ax is axes.flat[0] or arms != panels[0][2]:
+            ax.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -207,7 +243,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.record:
         record(arguments.tasks, arguments.seeds, arguments.jobs)
-    recorded = load()
+    recorded = load(arguments.tasks)
     for name in arguments.tasks:
         runs = [run for run in recorded if run["task"] == name]
         if runs:
@@ -215,7 +251,7 @@ def main() -> None:
             print_table(rows_of(TASKS[name], runs))
             for arm in FLOAT8_ARMS.keys() & TASKS[name].arms.keys():
                 print(f"\n{above_float32(TASKS[name], runs, arm)}")
-            draw(TASKS[name], runs, FOLDER / f"{name}.png")
+            draw(TASKS[name], runs, BENCHMARKS / TASKS[name].folder / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The options of the command line that the example programs share."""
 
 import argparse
+import math
 import pathlib
 from typing import Any
 
@@ -22,6 +23,13 @@ def positive(text: str) -> int:
     """Reads an option that must be at least 1."""
     if (number := natural(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def above_zero(text: str) -> float:
+    """Reads an option that must be a finite number above 0."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
     return number
 
 

@@ -30,11 +30,11 @@ from tqdm import tqdm
 
 import optax_lossscale as ols
 from loop import has_checkpoint, make_mesh, train
-from options import parse_options, positive
+from options import above_zero, parse_options, positive
 from precision import cast, cast_params, low_dtype, with_loss_scale
 
 HEAD_SIZE, EQUALS, SYMBOLS = 32, 10, 11  # Ten digits, and a sign that ends the prompt.
-CLIP, LARGEST_WEIGHT, HELD_OUT = 0.2, 2.0, 256
+CLIP, LARGEST_WEIGHT, HELD_OUT = 0.2, 2.0, 1024
 
 FIGURES = (
     *("difference_mean", "difference_max", "mismatch_kl", "outside_clip"),
@@ -227,7 +227,7 @@ def main() -> None:
     """Reads the options, pretrains, and learns from rewards."""
     options = parse_options(
         __doc__.splitlines()[0],
-        steps=200,
+        steps=600,
         report=20,
         digits=(positive, 8, "digits of a prompt"),
         layers=(positive, 2, "number of blocks"),
@@ -235,9 +235,9 @@ def main() -> None:
         prompts=(positive, 16, "prompts of a step"),
         group=(positive, 8, "answers to each prompt"),
         updates=(positive, 2, "updates from the same answers"),
-        temperature=(float, 1.0, "temperature of the sampler"),
+        temperature=(above_zero, 1.0, "temperature of the sampler"),
         pretrain=(positive, 120, "steps of pretraining"),
-        learning_rate=(float, 3e-4, "learning rate"),
+        learning_rate=(float, 3e-4, "learning rate of the first step"),
         sampler=(["O1", "O2"], "O2", "level of the sampler's autocast"),
         correct=(["yes", "no"], "no", "weight digits by the ratio of probabilities"),
     )
@@ -250,15 +250,17 @@ def main() -> None:
     if not has_checkpoint(options.folder):
         pretrain(model, options)
     weights = nnx.state(model, nnx.Param)
-    level = "O0" if options.precision == "float32" else options.sampler
-    run_sample = ols.autocast(sample, low_dtype(options), level=level)
+    run_sample = sample
+    if options.precision != "float32":
+        run_sample = ols.autocast(sample, low_dtype(options), level=options.sampler)
     run_log_probs, run_loss = cast(answer_log_probs, options), cast(loss_fn, options)
 
     def make() -> tuple[GPT, nnx.Optimizer]:
         model = GPT(options, nnx.Rngs(options.seed))
         nnx.update(model, cast_params(weights, options))
-        inner = optax.adam(options.learning_rate)
-        inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
+        count = options.steps * options.updates
+        rate = optax.linear_schedule(options.learning_rate, 0.0, count)
+        inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         return model, nnx.Optimizer(
             model, with_loss_scale(inner, options), wrt=nnx.Param
         )

@@ -21,7 +21,7 @@ import optax_lossscale as ols
 from _lib.tables import print_table
 from helpers.inner import standard_promotion
 from loop import has_checkpoint
-from options import parse_options
+from options import above_zero, parse_options
 from precision import (
     PRECISIONS,
     cast,
@@ -112,6 +112,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path)
         (["--steps", "0"], "argument --steps: must be at least 1"),
         (["--seed", "-1"], "argument --seed: must be a whole number, got -1"),
         (["--seed", str(2**32)], f"must be a whole number, got {2**32}"),
+        (["--heat", "0"], "argument --heat: must be finite and above 0, got 0"),
+        (["--heat", "nan"], "argument --heat: must be finite and above 0, got nan"),
         (["--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["--json", "."], ". is a folder"),
         (["--plot", "a.xyz"], "must end in one of .png, .pdf, .svg"),
@@ -122,7 +124,7 @@ def test_options_that_cannot_work_are_refused_at_the_start(
 ):
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     with pytest.raises(SystemExit, match="2"):
-        parse_options("A program.", steps=1, report=1)
+        parse_options("A program.", steps=1, report=1, heat=(above_zero, 1.0, "heat"))
     assert message in capsys.readouterr().err
 
 
@@ -176,12 +178,13 @@ def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
     assert "holds another run: precision masters, rule dynamic" in other.stderr
 
 
-@pytest.mark.parametrize("task", ["gpt", "resnet", "lstm", "ppo"])
+@pytest.mark.parametrize("task", ["gpt", "resnet", "lstm", "ppo", "grpo"])
 def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys):
     real_models = importlib.import_module("real_models")
-    runs = [run for run in real_models.load() if run["task"] == task]
+    runs = [run for run in real_models.load([task]) if run["task"] == task]
     print_table(real_models.rows_of(real_models.TASKS[task], runs))
-    page = (real_models.FOLDER / "README.md").read_text()
+    folder = real_models.BENCHMARKS / real_models.TASKS[task].folder
+    page = (folder / "README.md").read_text()
     assert capsys.readouterr().out in page
     for arm in real_models.TASKS[task].arms:
         seeds = {run["seed"] for run in runs if run["arm"] == arm}

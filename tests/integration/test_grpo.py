@@ -1,11 +1,15 @@
 """The example of GRPO: its sampler, its gradient, and its measures of mismatch."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import optax_lossscale as ols
 import train_grpo
 from helpers.inner import standard_promotion
 
@@ -35,6 +39,26 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
         learned = train_grpo.answer_log_probs(model, text, heat)
     assert sampled.shape == (16, Options.digits)
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
+
+
+@needs_nnx_list
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
+    """XLA must be told so, as in the runs of `benchmarks/rl`."""
+    model = train_grpo.GPT(Options, nnx.Rngs(0))
+    sampler = ols.autocast(train_grpo.sample, jnp.bfloat16, level=level)
+    learner = ols.autocast(train_grpo.answer_log_probs, jnp.bfloat16, level=level)
+    rounded = functools.partial(
+        jax.jit, compiler_options={"xla_allow_excess_precision": False}
+    )
+    with standard_promotion():
+        args = model, *prompts_and_keys(4), 1.0
+        text, sampled = rounded(sampler)(*args)
+        learned = rounded(learner)(model, text, 1.0)
+        with jax.disable_jit():  # Each operation by itself.
+            chex.assert_trees_all_equal(sampler(*args), (text, sampled))
+            chex.assert_trees_all_equal(learner(model, text, 1.0), learned)
 
 
 @needs_nnx_list
