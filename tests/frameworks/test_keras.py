@@ -116,6 +116,15 @@ def test_the_block_learns_and_computes_products_in_float16():
     assert dtypes_of(names["loss_fn"], *args) == ["float16", "float16"]
 
 
+def test_both_loops_that_answer_keras_19244_learn_the_same_parameters():
+    heading = "keras #19244: `LossScaleOptimizer` in a loop of your own"
+    names, _ = run("docs/for_maintainers.md", heading)
+    assert names["loss"] < 0.05 * jnp.mean(names["y"] ** 2)
+    by_keras, by_optax = names["by_keras"][0], names["by_optax"][0]
+    for ours, theirs in zip(by_optax, by_keras, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
 def test_the_block_assigns_its_values_to_the_model():
     names, _ = run("docs/frameworks.md", "Keras 3")
     trainable, non_trainable, _ = names["state"]
