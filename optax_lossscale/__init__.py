@@ -111,7 +111,7 @@ from optax_lossscale._telemetry import (
 )
 from optax_lossscale._transform import adopt_inner_state, loss_scaled
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "LossScale",

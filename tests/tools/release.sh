@@ -1,18 +1,8 @@
 #!/usr/bin/env bash
-# Before the first release, the owner decides the addresses of repository and site. They
-# are in pyproject.toml, and a test compares the other files with it. With the real OWNER
-# and NAME in it, this line replaces both addresses everywhere:
-#
-#   git grep -lE 'optax-lossscale(/|\.github\.io/)optax_lossscale' | xargs perl -pi -e \
-#     's#optax-lossscale(/|\.github\.io/)optax_lossscale#OWNER${1}NAME#g'
-#
-# The owner also decides the authors' names (pyproject.toml, CITATION.cff, docs/conf.py)
-# and the date of the release. Check the workflows with tests/tools/actionlint.sh. On
-# GitHub, let Pages publish from GitHub Actions.
-#
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
 # JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
-# and those of `compat.flax` and `compat.numpyro` with Flax and NumPyro.
+# and those of `compat.flax` and `compat.numpyro` with Flax and NumPyro. Then each passes
+# README's two commands on the oldest and the newest Python, which takes half an hour.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -37,4 +27,20 @@ for built in dist/*; do
   doctests --pyargs optax_lossscale.plotting
   bare/bin/pip install -q flax numpyro
   doctests --pyargs optax_lossscale.compat.flax optax_lossscale.compat.numpyro
+done
+
+tar xf dist/*.tar.gz
+cd optax_lossscale-*/
+for python in python3.11 python3.13; do
+  for built in ../dist/*; do
+    "$python" -m venv --clear ../fresh
+    source ../fresh/bin/activate
+    # README's commands, with the wheel or the sdist in place of the clone.
+    grep "^pip install '\.\[" README.md | sed "s#'\.\[#'$built[#" > ../commands
+    cat ../commands
+    bash -e ../commands
+    # The tests have imported the sources beside them, so what is installed must be these.
+    diff -r -x __pycache__ optax_lossscale ../fresh/lib/"$python"/site-packages/optax_lossscale
+    deactivate
+  done
 done
