@@ -41,6 +41,7 @@ def run_script(monkeypatch, tmp_path):
 
 @slow
 @needs_set_mesh
+@pytest.mark.several_devices
 def test_every_way_of_running_gives_the_same_result_and_skips_together(run_script):
     rows = run_script("ways_of_running", "--quick")
     assert len(rows) == 4
@@ -255,6 +256,7 @@ def test_plain_models_have_float32_gradients_in_every_way(model, way):
 
 @slow
 @needs_set_mesh
+@pytest.mark.several_devices
 def test_by_autocast_gradients_cross_devices_in_float32(run_script):
     tables = run_script("collectives", "--quick")
     for row in tables["The gradient"]:
