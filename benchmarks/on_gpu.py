@@ -213,7 +213,8 @@ def tables_of_tests(folder: pathlib.Path) -> dict[str, list[Row]]:
     for log in sorted(folder.glob("tests*.log")):
         lines = log.read_text().splitlines()
         last = lines[-1].strip("= ") if lines else ""
-        outcome = last if " in " in last else "killed"
+        done = sum("%]" in line for line in lines)
+        outcome = last if " in " in last else f"killed after {done} tests"
         outcomes.append({"tests": log.stem, "outcome": outcome})
         for line in lines:
             # Each is in a line while the tests run, and with its error at the end.
