@@ -1,7 +1,8 @@
-"""Strict JAX, eight CPU devices, and repeatable property tests."""
+"""Strict JAX, eight CPU devices unless JAX is told, and repeatable property tests."""
 
 import collections
 import importlib.util
+import os
 import pathlib
 
 import hypothesis
@@ -10,7 +11,7 @@ import pytest
 
 from helpers.inner import standard_promotion
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", int(os.getenv("JAX_NUM_CPU_DEVICES", "8")))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -44,9 +45,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Property tests run in the slow command, too, and most cases of large tables."""
+    """Says which tests are slow, and skips those that need more devices than JAX has.
+
+    Property tests run in the slow command, too, and most cases of large tables.
+    """
     counts = collections.Counter()
     for item in items:
+        if jax.device_count() < 8 and item.get_closest_marker("several_devices"):
+            item.add_marker(pytest.mark.skip(reason="needs eight devices"))
         if any(folder in item.path.parents for folder in FOREIGN):
             item.add_marker("frameworks")
             item.add_marker(pytest.mark.filterwarnings("default"))

@@ -50,6 +50,7 @@ class Way(NamedTuple):
 WAYS = {
     "float32": Way(),
     "by hand": Way(dtype=jnp.float16, grad_bytes=2),
+    "by hand, bfloat16": Way(dtype=jnp.bfloat16, grad_bytes=2),
     "autocast, O1": Way(level="O1"),
     "autocast, O2": Way(level="O2"),
     "masters": Way(dtype=jnp.float16, masters="full", grad_bytes=2),
@@ -64,6 +65,7 @@ UNSCALED_WAYS = [
     "float32",
     "float32, highest",
     "TF32",
+    "by hand, bfloat16",
     "autocast, bfloat16",
     "autocast, float8",
 ]
@@ -121,6 +123,25 @@ def make_step(
     args = (params, jax.eval_shape(init, params), *batch)
     run = with_precision(run, chosen.precision)
     return Step(run, args, entries * chosen.grad_bytes)
+
+
+def batch_size(step: Step) -> int:
+    """Returns the number of examples in the batch; labels or tokens come last."""
+    size: int = step.args[-1].shape[0]
+    return size
+
+
+def with_batch(step: Step, size: int) -> Step:
+    """Returns the step with another batch size."""
+    params, state, *batch = step.args
+    resized = [
+        # Batch statistics, a dict, are no arrays of examples.
+        part
+        if isinstance(part, dict)
+        else jax.ShapeDtypeStruct((size, *part.shape[1:]), part.dtype)
+        for part in batch
+    ]
+    return step._replace(args=(params, state, *resized))
 
 
 def with_precision(run: Callable[..., Any], precision: str | None) -> Any:

@@ -15,6 +15,8 @@ from helpers.compat import set_mesh
 from helpers.compiled import collectives_of
 from helpers.under_autocast import assert_close, dot_loss, dtypes_of, integers
 
+pytestmark = pytest.mark.several_devices
+
 DEVICES = 4
 # Each device has a prime number of rows, and other sizes are powers of two, so that the
 # sizes of activations, and no others, are multiples of it.

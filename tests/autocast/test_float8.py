@@ -231,6 +231,7 @@ def test_no_more_is_saved_for_the_backward_pass_than_in_bfloat16():
     assert saved(jnp.float8_e4m3fn) <= saved(jnp.bfloat16)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_scales_its_own_part(check_vma):
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -241,6 +242,7 @@ def test_each_device_scales_its_own_part(check_vma):
     np.testing.assert_array_equal(jax.jit(fun)(W, x), expected)
 
 
+@pytest.mark.several_devices
 def test_devices_sum_gradients_in_float32():
     mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
     split = NamedSharding(mesh, P("d"))

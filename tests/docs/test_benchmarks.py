@@ -41,6 +41,7 @@ def run_script(monkeypatch, tmp_path):
 
 @slow
 @needs_set_mesh
+@pytest.mark.several_devices
 def test_every_way_of_running_gives_the_same_result_and_skips_together(run_script):
     rows = run_script("ways_of_running", "--quick")
     assert len(rows) == 4
@@ -175,18 +176,77 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(run_script):
 
 
 @slow
-def test_tiny_models_take_the_script_for_gpus_to_its_end(run_script, monkeypatch):
-    monkeypatch.setattr(on_gpu, "OPTIMIZER_OF", {"GPT, 125 M": "adamw"})
+def test_tiny_models_take_the_parts_for_gpus_to_their_ends(
+    run_script, monkeypatch, capsys
+):
     monkeypatch.setattr(on_gpu, "PRECISIONS", [on_gpu.EXACT, "by hand"])
-    # The real one would collect all tests.
-    monkeypatch.setattr(on_gpu, "run_gpu_tests", lambda: {"outcome": "1 skipped"})
-    tables = run_script("on_gpu", "--tiny")
+    monkeypatch.setattr(on_gpu, "PRECISIONS_OF_BATCHES", ["O2, masters"])
+    model = "GPT, 125 M"
+    run_script("on_gpu", "start", "--tiny")
+    run_script("on_gpu", "steps", model, "--tiny")
+    run_script("on_gpu", "largest batch", model, "--tiny")
+    measured = run_script("on_gpu", "update", "--tiny")
+    # A part that is run again finds its rows, and measures nothing.
+    monkeypatch.setattr(on_gpu, "measure", None)
+    assert run_script("on_gpu", "steps", model, "--tiny") == measured
     jax.config.update("jax_disable_most_optimizations", False)  # As it was.
-    exact, bare, *scaled = tables["GPT, 125 M"]
+    tables = run_script("on_gpu", "report")["tables"]
+    exact, bare, *scaled = tables[model]
     assert exact["time / float32"] == bare["time / bare"] == "1.000"
     assert [row["loss scaling"] for row in scaled] == on_gpu.SCALERS[1:]
     assert all(float(row["time / float32"]) > 0 for row in scaled)
+    (batch,) = tables[f"largest batch: {model}"]
+    assert int(batch["batch"]) > 2  # The batch of the tiny model.
     assert [row["way"] for row in tables["The update alone"]] == on_gpu.UPDATES
+    assert f"#### {model}" in capsys.readouterr().out
+
+
+def out_of_memory_above(limit):
+    def run_once(step):
+        size = on_gpu.batch_size(step)
+        if size > limit:
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {size} examples")
+        return size
+
+    return run_once
+
+
+def test_a_batch_that_is_too_large_is_made_smaller_by_a_sixteenth(monkeypatch):
+    step = on_gpu.make_step("LSTM", "TF32", "adamw", "none", True)
+    # 160 - 10 = 150, and 150 - 9 = 141.
+    monkeypatch.setattr(on_gpu, "run_once", out_of_memory_above(149))
+    assert on_gpu.run_or_shrink(step, 160) == (141, 141)
+    monkeypatch.setattr(on_gpu, "run_once", out_of_memory_above(100))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="133 examples"):
+        on_gpu.run_or_shrink(step, 160)
+
+
+def test_results_of_another_gpu_are_not_continued(tmp_path):
+    on_gpu.start(tmp_path / "results.json", "a V100")
+    on_gpu.start(tmp_path / "results.json", "a V100")
+    with pytest.raises(SystemExit, match=r"has results of a V100. This is a T4."):
+        on_gpu.start(tmp_path / "results.json", "a T4")
+
+
+def test_failed_tests_are_read_from_finished_and_from_killed_runs(tmp_path):
+    (tmp_path / "tests, gpu.log").write_text(
+        "tests/a.py::test_x[a b] FAILED  [ 50%]\n"
+        "FAILED tests/a.py::test_x[a b] - AssertionError: 1 | 2\n"
+        "===== 1 failed, 1 passed in 2.00s =====\n"
+    )
+    (tmp_path / "tests, docs.unfinished.log").write_text(
+        "[gw0] [ 10%] FAILED tests/b.py::test_y \n"
+        "[gw1] [ 20%] PASSED tests/b.py::test_z \n"
+    )
+    tables = on_gpu.tables_of_tests(tmp_path)
+    assert [row["outcome"] for row in tables["Tests"]] == [
+        "killed after 2 tests",
+        "1 failed, 1 passed in 2.00s",
+    ]
+    assert [row["test"] for row in tables["Tests that failed"]] == [
+        "tests/b.py::test_y",
+        r"tests/a.py::test_x[a b] - AssertionError: 1 \| 2",
+    ]
 
 
 @slow
@@ -255,6 +315,7 @@ def test_plain_models_have_float32_gradients_in_every_way(model, way):
 
 @slow
 @needs_set_mesh
+@pytest.mark.several_devices
 def test_by_autocast_gradients_cross_devices_in_float32(run_script):
     tables = run_script("collectives", "--quick")
     for row in tables["The gradient"]:

@@ -159,6 +159,7 @@ def test_plain_dicts_restored_without_a_target_are_refused_with_a_hint(tmp_path)
         optimizer("dynamic").update(PARAMS, plain, PARAMS)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     ("shape", "axes"), [((4, 2), ("data", "model")), ((1,), ("one",))]
 )

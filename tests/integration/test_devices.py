@@ -19,9 +19,7 @@ from helpers.inner import adam, lenient
 from helpers.programs import equations_of
 from optax_lossscale.compat.flax import DynamicScale
 
-pytestmark = pytest.mark.skipif(
-    jax.device_count() < 8, reason="needs eight devices, as on CPU"
-)
+pytestmark = pytest.mark.several_devices
 
 PACKED = pytest.mark.skipif(
     IS_JAX_0_7, reason="XLA of JAX 0.7 does not pack small reductions on CPU"

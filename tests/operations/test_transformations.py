@@ -21,9 +21,6 @@ from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 RNG = np.random.default_rng(0)
 X = RNG.uniform(0.5, 1.0, size=(4, 4)).astype(np.float32)
 W = RNG.uniform(0.5, 1.0, size=(4, 4)).astype(np.float32)
-two_devices = pytest.mark.skipif(
-    jax.device_count() < 2, reason="needs two devices, as on CPU"
-)
 
 
 def test_each_call_of_a_jitted_function_is_listed_by_its_line_and_scope():
@@ -313,7 +310,7 @@ def over_sharded_jit(fun, mesh):
     return lambda w, x: fun(w, lax.with_sharding_constraint(x, split))
 
 
-@two_devices
+@pytest.mark.several_devices
 @pytest.mark.fast_every(2)  # Compiling for several devices takes long.
 @pytest.mark.filterwarnings("ignore:The function jit")  # With pmap, in JAX 0.7.
 @pytest.mark.parametrize(
@@ -350,7 +347,7 @@ def test_of_several_devices_the_worst_counts(shard):
     assert select(operations, "dot_general", is_backward=True)
 
 
-@two_devices
+@pytest.mark.several_devices
 def test_a_sum_over_devices_is_traced():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 

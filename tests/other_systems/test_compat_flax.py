@@ -80,7 +80,11 @@ def run(module, settings, axis_name=None):
 
 
 @pytest.mark.parametrize(
-    ("settings", "axis_name"), [*((settings, None) for settings in SETTINGS), ({}, "a")]
+    ("settings", "axis_name"),
+    [
+        *((settings, None) for settings in SETTINGS),
+        pytest.param({}, "a", marks=pytest.mark.several_devices),
+    ],
 )
 def test_scales_verdicts_losses_and_gradients_are_those_of_flax(settings, axis_name):
     losses, seen = run(compat, settings, axis_name)
@@ -307,6 +311,7 @@ MEANS = {
 }
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("loss", "settings", "mean"), MEANS.values(), ids=MEANS)
 def test_gradients_are_averaged_in_shard_map(loss, settings, mean, check_vma):
@@ -314,12 +319,14 @@ def test_gradients_are_averaged_in_shard_map(loss, settings, mean, check_vma):
     assert (finite, grads) == ([True] * 8, [mean] * 8)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_flax_adds_gradients_where_jax_tracks_what_varies(check_vma):
     _, grads, _ = grads_of_shard_map(local_loss, check_vma, module=flax_own)
     assert grads == [36.0 if check_vma else 4.5] * 8
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("scale", [64.0, jnp.full(8, 64.0)], ids=["one", "on each"])
 def test_gradients_of_a_loss_that_is_averaged_already_are_not_averaged_again(scale):
     def mean_loss(params, x):
@@ -329,6 +336,7 @@ def test_gradients_of_a_loss_that_is_averaged_already_are_not_averaged_again(sca
     assert grads == [4.5] * 8
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(("bad", "check_vma"), [(jnp.nan, True), (jnp.inf, False)])
 def test_all_devices_skip_if_one_has_a_nonfinite_gradient(bad, check_vma):
     finite, _, scale = grads_of_shard_map(local_loss, check_vma, X.at[5].set(bad))

@@ -140,6 +140,7 @@ REBUILD = {
 }
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize(
     "floor",
     [0.1, np.float32(0.25), np.asarray(0.25), jnp.float32(0.25)],

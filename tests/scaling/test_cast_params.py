@@ -108,6 +108,7 @@ def test_parameters_can_be_cast_back_to_float32_and_to_no_other_dtype():
             ols.cast_params(params, dtype)
 
 
+@pytest.mark.several_devices
 def test_abstract_parameters_are_cast_and_keep_their_shardings():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     leaf = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)

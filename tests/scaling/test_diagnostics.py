@@ -186,6 +186,7 @@ def test_the_report_is_printed_worst_first(what, expected, capsys):
 
 
 @pytest.mark.slow  # Compiles for eight devices.
+@pytest.mark.several_devices
 def test_diagnostics_can_read_sharded_leaves():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))

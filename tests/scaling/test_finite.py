@@ -191,13 +191,16 @@ def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(8, marks=pytest.mark.several_devices)]
+)
 def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(count, axis_type):
     devices = np.asarray(jax.devices()[:count])
     with set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
         assert _finite._are_local() is (count == 1 and axis_type == AxisType.Auto)
 
 
+@pytest.mark.several_devices
 def test_leaves_are_local_where_every_axis_is_manual():
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
     seen = []

@@ -73,7 +73,7 @@ UNSCALED = [
     jax.jit(accumulated),
     in_a_scan,
     jax.jit(in_a_train_state),
-    after_a_mean_over_devices,
+    pytest.param(after_a_mean_over_devices, marks=pytest.mark.several_devices),
 ]
 
 

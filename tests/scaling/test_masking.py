@@ -48,6 +48,7 @@ def test_a_good_step_changes_no_bit_and_a_bad_one_keeps_those_of_the_old_state()
     assert seen["int"] is LEAVES["int"]
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
@@ -56,6 +57,7 @@ def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type):
     assert_same_bits(masked, old)
 
 
+@pytest.mark.several_devices
 @pytest.mark.parametrize("finite", [GOOD, BAD])
 def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))

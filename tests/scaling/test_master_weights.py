@@ -129,6 +129,7 @@ def test_masters_can_be_inside_or_outside_loss_scaled(dtype, make):
     assert_same_bits(ols.full_masters(*one), ols.full_masters(*other))
 
 
+@pytest.mark.several_devices
 @full_or_compact
 def test_masters_are_sharded_as_parameters_over_donated_steps_and_under_scan(make):
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -49,6 +49,7 @@ OTHERS = {
 STATE = ols.static_loss_scale(2.0).init()
 
 
+@pytest.mark.several_devices
 def test_an_abstract_parameter_keeps_its_sharding_when_widened_and_its_copy_is_zero():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     param = jax.ShapeDtypeStruct((2, 3), jnp.float16, sharding=sharding)
