@@ -62,6 +62,8 @@ SAMPLER_ARMS: Arms = {
 DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
 DRAWN["float16, smooth rule"] = DRAWN["O2"]  # Never beside each other.
 DRAWN["float8"] = DRAWN["float16, headroom rule"]  # Nor these.
+DRAWN["bfloat16, sampler at O1"] = DRAWN["float8"]
+DRAWN["float16, sampler at O1"] = DRAWN["float16 parameters"]
 
 
 class Task(NamedTuple):
@@ -176,7 +178,8 @@ def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
 def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     """Returns the table of a task, with a row for each arm."""
     rows = []
-    for arm in task.arms:
+    recorded = {run["arm"] for run in runs}
+    for arm in (arm for arm in task.arms if arm in recorded):
         last = of_arm(runs, arm, task.figure)[:, -1]
         low, mean, high = (
             f"{x:.{task.digits}f}" for x in (last.min(), last.mean(), last.max())
@@ -205,7 +208,9 @@ def above_float32(task: Task, runs: list[Run], arm: str) -> str:
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
-    arms = [arm for arm in task.arms if arm in ARMS | FLOAT8_ARMS]
+    recorded = {run["arm"] for run in runs}
+    drawn = recorded & DRAWN.keys() - RULE_ARMS.keys()
+    arms = [arm for arm in task.arms if arm in drawn]
     panels = [(task.label, task.figure, arms)]
     if RULE_ARMS.keys() <= task.arms.keys():
         title = "share of gradient entries flushed to zero"

@@ -148,8 +148,9 @@ class Journal:
             notes = ocp.args.Composite(notes=ocp.args.JsonRestore())
             notes = self.manager.restore(count, args=notes).notes
             if notes["settings"] != self.settings:
-                known = ", ".join(f"{k} {v}" for k, v in notes["settings"].items())
-                raise SystemExit(f"{self.folder} holds another run: {known}")
+                pairs = set(notes["settings"].items()) - set(self.settings.items())
+                theirs = ", ".join(f"{name} {value}" for name, value in sorted(pairs))
+                raise SystemExit(f"{self.folder} holds another run, with {theirs}")
             saved = ocp.args.Composite(state=ocp.args.StandardRestore(state))
             state = self.manager.restore(count, args=saved).state
             self.count, self.records = count, notes["records"]
@@ -206,5 +207,6 @@ def draw(records: list[dict[str, float]], file: pathlib.Path) -> None:
         if name == "loss_scale":
             ax.set_yscale("log", base=2)
     axes[-1].set_xlabel("step")
+    axes[-1].locator_params(axis="x", integer=True)
     figure.tight_layout()
     figure.savefig(file, dpi=150)

@@ -13,11 +13,17 @@ The sampler is a program of its own, as in a library for inference: it writes on
 after the other, keeps keys and values in a cache, and at level O2 has parameters and
 activations in the low precision. The learner is under autocast at the level of
 `--precision`. With the same parameters the two give different probabilities to the
-same digits, and a report says by how much. With `--correct yes` each digit is weighted
-by the ratio of the two probabilities (truncated importance sampling).
+same digits, and a report says by how much. `--sampler O1` makes both round alike. With
+`--correct yes` each digit is weighted by the ratio of the two probabilities (truncated
+importance sampling).
+
+XLA may leave out roundings to bfloat16, in each program others. If the two must round
+alike in bfloat16, forbid it: XLA_FLAGS=--xla_allow_excess_precision=false.
 """
 
 import argparse
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +48,7 @@ FIGURES = (
 )
 # Keys and values of a block, `f[batch, length, heads, HEAD_SIZE]`.
 Cache = tuple[jax.Array, jax.Array]
+Forward = Callable[..., Any]  # `GPT.__call__`, or the same under autocast.
 
 
 class Block(nnx.Module):
@@ -61,8 +68,10 @@ class Block(nnx.Module):
         heads = heads.reshape(*x.shape[:2], -1, 3 * HEAD_SIZE)
         query, *new = jnp.split(heads, 3, -1)
         if cache is not None:
-            new = [
-                lax.dynamic_update_slice_in_dim(old, each, start, axis=1)
+            new = [  # Level O2 rounds the cache to the low dtype, as all arguments.
+                lax.dynamic_update_slice_in_dim(
+                    old.astype(each.dtype), each, start, axis=1
+                )
                 for old, each in zip(cache, new, strict=True)
             ]
         places = start + jnp.arange(x.shape[1])
@@ -107,15 +116,21 @@ def log_probs(logits: jax.Array, symbols: jax.Array, heat: float) -> jax.Array:
     return jnp.take_along_axis(of_all, symbols[..., None], axis=-1)[..., 0]
 
 
-def answer_log_probs(model: GPT, text: jax.Array, heat: float) -> jax.Array:
+def answer_log_probs(
+    forward: Forward, model: GPT, text: jax.Array, heat: float
+) -> jax.Array:
     """Returns the log-probabilities of the answers, `f32[batch, digits]`."""
     digits = text.shape[1] // 2
-    logits, _ = model(text[:, :-1])
+    logits, _ = forward(model, text[:, :-1])
     return log_probs(logits[:, digits:], text[:, digits + 1 :], heat)
 
 
 def sample(
-    model: GPT, prompts: jax.Array, keys: jax.Array | None, heat: float
+    forward: Forward,
+    model: GPT,
+    prompts: jax.Array,
+    keys: jax.Array | None,
+    heat: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws an answer to each prompt, `i32[batch, digits]`, one digit after the other.
 
@@ -124,7 +139,7 @@ def sample(
     """
     batch, digits = prompts.shape
     end = jnp.full((batch, 1), EQUALS)
-    logits, caches = model(jnp.concatenate([prompts, end], axis=1))
+    logits, caches = forward(model, jnp.concatenate([prompts, end], axis=1))
     room = [(0, 0), (0, digits - 1), (0, 0), (0, 0)]
     caches = jax.tree.map(lambda x: jnp.pad(x, room), caches)
 
@@ -135,7 +150,7 @@ def sample(
             new_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, place)
             wide = logits.astype(jnp.float32) / heat
             digit = jax.vmap(jax.random.categorical)(new_keys, wide)
-        next_logits, caches = model(digit[:, None], caches, place)
+        next_logits, caches = forward(model, digit[:, None], caches, place)
         return (next_logits[:, 0], caches), (digit, log_probs(logits, digit, heat))
 
     places = digits + 1 + jnp.arange(digits)
@@ -153,8 +168,14 @@ def rewards_of(text: jax.Array) -> jax.Array:
 def advantages_of(rewards: jax.Array, group: int) -> jax.Array:
     """Returns how much better each answer is than its group, in standard deviations."""
     groups = rewards.reshape(-1, group)
+    groups -= groups[:, :1]  # So that a group of equal rewards gives exactly 0.
     centered = groups - groups.mean(axis=1, keepdims=True)
     return (centered / (groups.std(axis=1, keepdims=True) + 1e-4)).reshape(-1)
+
+
+def weights_of(sampled: jax.Array, learned: jax.Array) -> jax.Array:
+    """Returns the learner's probability of each digit over the sampler's, cut off."""
+    return jnp.minimum(jnp.exp(learned - sampled), LARGEST_WEIGHT)
 
 
 class Batch(NamedTuple):
@@ -169,7 +190,7 @@ class State(NamedTuple):
     """What a step changes."""
 
     model: nnx.State  # With the optimizer.
-    history: dict[str, jax.Array]  # Figures of the steps since the last report.
+    history: dict[str, jax.Array]  # Figures of each step, `f32[steps]`.
     count: jax.Array  # Of steps.
 
 
@@ -190,6 +211,7 @@ def mismatch(sampled: jax.Array, learned: jax.Array) -> dict[str, jax.Array]:
 
 
 def loss_fn(
+    forward: Forward,
     model: GPT,
     text: jax.Array,
     old: jax.Array,
@@ -198,7 +220,7 @@ def loss_fn(
     heat: float,
 ) -> jax.Array:
     """Returns the loss of GRPO, a clipped policy gradient: a mean over all digits."""
-    ratio = jnp.exp(answer_log_probs(model, text, heat) - old)
+    ratio = jnp.exp(answer_log_probs(forward, model, text, heat) - old)
     clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
     gain = jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     return -jnp.mean(weights * gain)
@@ -211,12 +233,12 @@ def pretrain(model: GPT, options: argparse.Namespace) -> None:
     @nnx.jit
     def learn(model: GPT, optimizer: nnx.Optimizer, text: jax.Array) -> None:
         def loss(model: GPT) -> jax.Array:
-            return -answer_log_probs(model, text, 1.0).mean()
+            return -answer_log_probs(GPT.__call__, model, text, 1.0).mean()
 
         optimizer.update(model, nnx.grad(loss)(model))
 
     for index in tqdm(range(options.pretrain), desc="pretraining", leave=False):
-        rng = np.random.default_rng((options.seed, index))
+        rng = np.random.default_rng((options.seed, 1, index))
         prompts = rng.integers(0, 10, (64, options.digits), np.int32)
         ends = np.full((64, 1), EQUALS, np.int32)
         text = np.concatenate([prompts, ends, np.sort(prompts, axis=1)], axis=1)
@@ -238,11 +260,22 @@ def main() -> None:
         temperature=(above_zero, 1.0, "temperature of the sampler"),
         pretrain=(positive, 120, "steps of pretraining"),
         learning_rate=(float, 3e-4, "learning rate of the first step"),
-        sampler=(["O1", "O2"], "O2", "level of the sampler's autocast"),
-        correct=(["yes", "no"], "no", "weight digits by the ratio of probabilities"),
+        sampler=(
+            ["O1", "O2"],
+            "O2",
+            "level of the sampler's autocast, except in float32",
+        ),
+        correct=(
+            ["yes", "no"],
+            "no",
+            "weight each digit by the learner's probability over the sampler's, "
+            f"at most {LARGEST_WEIGHT:g}",
+        ),
     )
     if options.width % HEAD_SIZE:
         raise SystemExit(f"--width must be a multiple of {HEAD_SIZE}")
+    if options.group == 1:
+        raise SystemExit("--group must be at least 2, for answers to compare")
     mesh = make_mesh(options)
     heat = options.temperature
     model = GPT(options, nnx.Rngs(options.seed))
@@ -250,10 +283,15 @@ def main() -> None:
     if not has_checkpoint(options.folder):
         pretrain(model, options)
     weights = nnx.state(model, nnx.Param)
-    run_sample = sample
+    # Of the model alone: at O2 the loss would round the old log-probabilities, too.
+    forward = sampler_forward = cast(GPT.__call__, options)
     if options.precision != "float32":
-        run_sample = ols.autocast(sample, low_dtype(options), level=options.sampler)
-    run_log_probs, run_loss = cast(answer_log_probs, options), cast(loss_fn, options)
+        sampler_forward = ols.autocast(
+            GPT.__call__, low_dtype(options), level=options.sampler
+        )
+    run_sample = functools.partial(sample, sampler_forward)
+    run_log_probs = functools.partial(answer_log_probs, forward)
+    run_loss = functools.partial(loss_fn, forward)
 
     def make() -> tuple[GPT, nnx.Optimizer]:
         model = GPT(options, nnx.Rngs(options.seed))
@@ -268,11 +306,11 @@ def main() -> None:
     structure = nnx.graphdef(nnx.eval_shape(make))
 
     def start() -> State:
-        history = {name: jnp.zeros(options.report) for name in FIGURES}
+        history = {name: jnp.zeros(options.steps) for name in FIGURES}
         return State(nnx.state(make()), history, jnp.int32(0))
 
     def batch_of(index: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng((options.seed, 1, index))
+        rng = np.random.default_rng((options.seed, 2, index))
         prompts = rng.integers(0, 10, (options.prompts, options.digits), np.int32)
         prompts = np.repeat(prompts, options.group, axis=0)
         return {
@@ -290,8 +328,8 @@ def main() -> None:
         """The learner's program."""
         model, optimizer = nnx.merge(structure, state.model)
         old = run_log_probs(model, batch.text, heat)
-        weights = jnp.minimum(jnp.exp(old - batch.sampled), LARGEST_WEIGHT)
-        weights = weights if options.correct == "yes" else jnp.ones_like(weights)
+        is_corrected = options.correct == "yes"
+        weights = weights_of(batch.sampled if is_corrected else old, old)
         advantages = advantages_of(batch.rewards, options.group)
         args = batch.text, old, advantages, weights, heat
         for _ in range(options.updates):
@@ -300,15 +338,14 @@ def main() -> None:
             optimizer.update(model, grads)
         figures = mismatch(batch.sampled, old)
         figures |= {"reward": batch.rewards.mean(), "grad_norm": metrics["grad_norm"]}
-        place = state.count % options.report
         history = {
-            name: column.at[place].set(figures[name])
+            name: column.at[state.count].set(figures[name])
             for name, column in state.history.items()
         }
         new = State(nnx.state((model, optimizer)), history, state.count + 1)
         return new, loss
 
-    prompts = np.random.default_rng((options.seed, 2)).integers(
+    prompts = np.random.default_rng((options.seed, 3, 0)).integers(
         0, 10, (HELD_OUT, options.digits), np.int32
     )
 
@@ -317,11 +354,19 @@ def main() -> None:
         model, optimizer = nnx.merge(structure, state.model)
         text, _ = run_sample(model, prompts, None, heat)
         metrics = ols.loss_scale_metrics(optimizer)
-        figures = {name: column.mean() for name, column in state.history.items()}
+        before = (state.count - 1) // options.report * options.report
+        places = jnp.arange(options.steps)
+        is_new = (places >= before) & (places < state.count)
+        figures = {}
+        for name, column in state.history.items():
+            # A skipped step has no norm.
+            known = is_new & jnp.isfinite(column) if name == "grad_norm" else is_new
+            figures[name] = column.sum(where=known) / jnp.maximum(known.sum(), 1)
+        largest = state.history["difference_max"].max(where=is_new, initial=0)
         return {
             "held_out_reward": rewards_of(text).mean(),
             **figures,
-            "difference_max": state.history["difference_max"].max(),
+            "difference_max": largest,
             "loss_scale": metrics["loss_scale"],
             "skipped": metrics["total_notfinite"],
         }

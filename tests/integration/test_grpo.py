@@ -1,6 +1,8 @@
 """The example of GRPO: its sampler, its gradient, and its measures of mismatch."""
 
+import argparse
 import functools
+import sys
 
 import chex
 import jax
@@ -14,6 +16,7 @@ import train_grpo
 from helpers.inner import standard_promotion
 
 RNG = np.random.default_rng(0)
+FORWARD = train_grpo.GPT.__call__
 needs_nnx_list = pytest.mark.skipif(
     not hasattr(nnx, "List"), reason="the model needs nnx.List, of Flax 0.12"
 )
@@ -35,8 +38,8 @@ def prompts_and_keys(batch):
 def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(heat):
     model = train_grpo.GPT(Options, nnx.Rngs(0))
     with standard_promotion():
-        text, sampled = train_grpo.sample(model, *prompts_and_keys(16), heat)
-        learned = train_grpo.answer_log_probs(model, text, heat)
+        text, sampled = train_grpo.sample(FORWARD, model, *prompts_and_keys(16), heat)
+        learned = train_grpo.answer_log_probs(FORWARD, model, text, heat)
     assert sampled.shape == (16, Options.digits)
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
 
@@ -47,8 +50,9 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
 def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
     """XLA must be told so, as in the runs of `benchmarks/rl`."""
     model = train_grpo.GPT(Options, nnx.Rngs(0))
-    sampler = ols.autocast(train_grpo.sample, jnp.bfloat16, level=level)
-    learner = ols.autocast(train_grpo.answer_log_probs, jnp.bfloat16, level=level)
+    forward = ols.autocast(FORWARD, jnp.bfloat16, level=level)
+    sampler = functools.partial(train_grpo.sample, forward)
+    learner = functools.partial(train_grpo.answer_log_probs, forward)
     rounded = functools.partial(
         jax.jit, compiler_options={"xla_allow_excess_precision": False}
     )
@@ -62,44 +66,59 @@ def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
 
 
 @needs_nnx_list
-@pytest.mark.slow  # It draws 4,000 answers.
-def test_answers_are_drawn_as_often_as_the_model_says():
-    model = train_grpo.GPT(Options, nnx.Rngs(0))
-    one, _ = prompts_and_keys(1)
-    keys = jnp.asarray(RNG.integers(0, 2**32, (4000, 2)), jnp.uint32)
+@pytest.mark.slow  # It draws 20,000 answers.
+@pytest.mark.parametrize("heat", [1.0, 3.0])
+def test_whole_answers_are_drawn_as_often_as_the_model_says(heat):
+    options = argparse.Namespace(width=32, layers=1, digits=2)
+    model = train_grpo.GPT(options, nnx.Rngs(0))
+    model.head.kernel[...] *= 8  # Else all answers would be about as probable.
+    prompts = jnp.tile(jnp.array([[7, 3]]), (20_000, 1))
+    keys = jnp.asarray(RNG.integers(0, 2**32, (20_000, 2)), jnp.uint32)
+    pairs = jnp.stack(jnp.divmod(jnp.arange(train_grpo.SYMBOLS**2), train_grpo.SYMBOLS))
+    given = jnp.tile(jnp.array([[7, 3, train_grpo.EQUALS]]), (pairs.shape[1], 1))
     with standard_promotion():
-        text, _ = train_grpo.sample(model, jnp.repeat(one, 4000, axis=0), keys, 1.0)
-        logits, _ = model(text[:1, : Options.digits + 1])
-    expected = jax.nn.softmax(logits[0, -1])
-    first = np.asarray(text[:, Options.digits + 1])
-    counted = np.bincount(first, minlength=train_grpo.SYMBOLS) / 4000
-    np.testing.assert_allclose(counted, expected, atol=0.03)
+        text, _ = train_grpo.sample(FORWARD, model, prompts, keys, heat)
+        every = jnp.concatenate([given, pairs.T], axis=1)
+        expected = train_grpo.answer_log_probs(FORWARD, model, every, heat)
+    expected = np.exp(np.asarray(expected.sum(axis=1)))
+    np.testing.assert_allclose(expected.sum(), 1, rtol=1e-4)
+    numbers = np.asarray(text[:, 3] * train_grpo.SYMBOLS + text[:, 4])
+    counted = np.bincount(numbers, minlength=len(expected)) / 20_000
+    error = np.sqrt(expected * (1 - expected) / 20_000)
+    assert np.all(np.abs(counted - expected) < 5 * error + 1e-4)
 
 
-def test_the_gradient_is_that_of_the_clipped_objective():
-    """Of three digits: one inside the clip range, one clipped, one with a weight."""
-    logits = jnp.asarray(RNG.normal(size=(1, 6, train_grpo.SYMBOLS)), jnp.float32)
-    text = jnp.asarray([[1, 2, 0, 10, 0, 1, 2]], jnp.int32)
-    log_p = np.asarray(jax.nn.log_softmax(logits))[0, 3:]
-    answer = [0, 1, 2]
-    chosen = log_p[range(3), answer]
-    ratio = np.array([1.1, 1.5, 0.9])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_the_gradient_is_that_of_the_clipped_objective(advantage):
+    """Of four digits: two inside the clip range, one of them with a weight."""
+    logits = jnp.asarray(RNG.normal(size=(1, 8, train_grpo.SYMBOLS)), jnp.float32)
+    text = jnp.asarray([[1, 2, 0, 3, 10, 0, 1, 2, 3]], jnp.int32)
+    log_p = np.asarray(jax.nn.log_softmax(logits))[0, 4:]
+    answer = [0, 1, 2, 3]
+    chosen = log_p[range(4), answer]
+    ratio = np.array([1.1, 1.5, 0.9, 0.5])
     old = jnp.asarray(chosen - np.log(ratio), jnp.float32)[None]
-    weights, advantage = np.array([1.0, 1.0, 0.5]), 2.0
+    weights = np.array([1.0, 1.0, 0.5, 1.0])
 
     def loss(logits):
-        def model(_):
-            return logits, []
-
         args = jnp.asarray([advantage]), jnp.asarray(weights, jnp.float32)[None], 1.0
-        return train_grpo.loss_fn(model, text, old, *args)
+        return train_grpo.loss_fn(lambda *_: (logits, []), None, text, old, *args)
 
-    expected = np.zeros((6, train_grpo.SYMBOLS))
+    # A gain that would grow beyond the range is clipped; one that shrinks is not.
+    beyond = ratio > 1 + train_grpo.CLIP
+    if advantage < 0:
+        beyond = ratio < 1 - train_grpo.CLIP
+    expected = np.zeros((8, train_grpo.SYMBOLS))
     for i, symbol in enumerate(answer):
-        is_clipped = ratio[i] > 1 + train_grpo.CLIP
-        factor = 0.0 if is_clipped else weights[i] * advantage * ratio[i] / 3
-        expected[3 + i] = factor * (np.exp(log_p[i]) - np.eye(11)[symbol])
+        factor = 0.0 if beyond[i] else weights[i] * advantage * ratio[i] / 4
+        expected[4 + i] = factor * (np.exp(log_p[i]) - np.eye(11)[symbol])
     np.testing.assert_allclose(jax.grad(loss)(logits)[0], expected, atol=1e-6)
+
+
+def test_a_weight_is_the_ratio_of_the_learner_to_the_sampler_and_at_most_two():
+    learned = jnp.log(jnp.array([0.2, 0.5, 0.9]))
+    weights = train_grpo.weights_of(jnp.log(jnp.array([0.4, 0.4, 0.3])), learned)
+    np.testing.assert_allclose(weights, [0.5, 1.25, 2.0], rtol=1e-6)
 
 
 def test_the_kl_divergence_is_that_of_two_known_distributions():
@@ -120,6 +139,8 @@ def test_a_planted_mismatch_is_measured():
     figures = train_grpo.mismatch(learned - jnp.log(1.5), learned)
     np.testing.assert_allclose(figures["difference_mean"], np.log(1.5), rtol=1e-5)
     assert figures["outside_clip"] == 1
+    figures = train_grpo.mismatch(learned + jnp.log(1.5), learned)
+    np.testing.assert_allclose(figures["difference_mean"], np.log(1.5), rtol=1e-5)
     figures = train_grpo.mismatch(learned, learned)
     assert all(float(x) == 0 for x in figures.values())
 
@@ -129,3 +150,104 @@ def test_answers_are_rewarded_and_compared_with_their_group():
     assert train_grpo.rewards_of(text).tolist() == [1.0, 0.0, 1.0]
     advantages = train_grpo.advantages_of(jnp.array([1.0, 0.0, 1.0, 1.0]), 2)
     np.testing.assert_allclose(advantages, [1.0, -1.0, 0.0, 0.0], atol=1e-3)
+    # The mean of 41 ones is not quite one in float32.
+    assert not train_grpo.advantages_of(jnp.ones(41), 41).any()
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Returns a function that runs `main` up to its loop, and returns its functions."""
+
+    def run(*options):
+        given = []
+        monkeypatch.setattr(train_grpo, "train", lambda *args: given.extend(args))
+        monkeypatch.setattr(train_grpo, "make_mesh", lambda options: None)
+        small = ["--width", "32", "--layers", "1", "--digits", "2", "--pretrain", "1"]
+        small += ["--prompts", "2", "--group", "4", "--updates", "1", "--steps", "3"]
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *small, *options])
+        train_grpo.main()
+        names = (
+            "mesh",
+            "start",
+            "batch_of",
+            "step",
+            "evaluate",
+            "optimizer_of",
+            "rollout",
+        )
+        return argparse.Namespace(**dict(zip(names, given[1:], strict=True)))
+
+    with standard_promotion():
+        yield run
+
+
+@needs_nnx_list
+@pytest.mark.slow
+def test_the_answers_to_a_prompt_stand_together_and_each_has_its_own_key(program):
+    run = program()
+    first, second = run.batch_of(0), run.batch_of(1)
+    assert np.array_equal(first["prompts"], np.repeat(first["prompts"][::4], 4, axis=0))
+    assert not np.array_equal(first["prompts"][0], first["prompts"][4])
+    keys = np.concatenate([first["keys"], second["keys"]])
+    assert len(np.unique(keys, axis=0)) == 16
+    state = run.start()
+    text = run.rollout(state, first).text
+    assert len(np.unique(text[:4], axis=0)) > 1
+
+
+@needs_nnx_list
+@pytest.mark.slow
+def test_the_sampler_rounds_as_its_level_says_and_the_learner_as_its_precision_says(
+    program,
+):
+    sampled, learned = {}, {}
+    for options in ["float32"], ["float16"], ["float16", "--sampler", "O1"]:
+        run = program("--precision", *options)
+        batch = jax.jit(run.rollout)(run.start(), run.batch_of(0))
+        state, _ = jax.jit(run.step)(run.start(), batch)
+        sampled[options[-1]] = batch.sampled
+        learned[options[-1]] = state.history["difference_max"][0]
+    assert learned["float32"] < 1e-5
+    assert learned["O1"] < 1e-5  # Both round alike.
+    assert learned["float16"] > 5e-5
+    exact = sampled["float32"]
+    assert all(not np.array_equal(exact, sampled[name]) for name in ("float16", "O1"))
+
+
+@needs_nnx_list
+@pytest.mark.slow
+@pytest.mark.parametrize(("correct", "weight"), [("yes", 2.0), ("no", 1.0)])
+def test_digits_are_weighted_only_where_that_is_asked_for(program, correct, weight):
+    run = program("--precision", "float32", "--correct", correct)
+    state = run.start()
+    batch = run.rollout(state, run.batch_of(0))
+    rewards = jnp.array([1.0, 0.0, 0.0, 0.0] * 2)
+    good = rewards[:, None] == 1  # The sampler had said a quarter for these.
+    sampled = jnp.where(good, batch.sampled - jnp.log(4.0), batch.sampled)
+    _, loss = jax.jit(run.step)(state, batch._replace(sampled=sampled, rewards=rewards))
+    advantages = train_grpo.advantages_of(rewards, 4)
+    # Before the first update all ratios are 1.
+    expected = -np.mean(np.where(rewards == 1, weight, 1.0) * advantages)
+    np.testing.assert_allclose(loss, expected, atol=1e-5)
+
+
+@needs_nnx_list
+@pytest.mark.slow
+def test_a_report_has_the_means_of_the_steps_since_the_one_before(program):
+    run = program("--report", "2")
+    state, rewards = run.start(), []
+    step, evaluate = jax.jit(run.step), jax.jit(run.evaluate)
+    for count in range(3):
+        batch = run.rollout(state, run.batch_of(count))
+        new = jnp.linspace(0.0, count, 8)
+        rewards.append(float(new.mean()))
+        if count == 2:  # This step is skipped, so it has no norm of gradients.
+            new = new.at[0].set(jnp.nan)
+        state, _ = step(state, batch._replace(rewards=new))
+        if count == 1:
+            np.testing.assert_allclose(evaluate(state)["reward"], np.mean(rewards))
+    figures = evaluate(state)
+    assert figures["skipped"] == 1
+    assert figures["grad_norm"] == 0
+    assert np.isnan(figures["reward"])  # Of the third step alone.
+    assert np.isfinite(figures["mismatch_kl"])
