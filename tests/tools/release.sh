@@ -2,7 +2,8 @@
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
 # JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
 # and those of `compat.flax` and `compat.numpyro` with Flax and NumPyro. Then each passes
-# README's two commands on the oldest and the newest Python, which takes half an hour.
+# README's two commands on the oldest and the newest Python, which takes half an hour, or
+# on those that are given: tests/tools/release.sh python3.13
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -31,7 +32,7 @@ done
 
 tar xf dist/*.tar.gz
 cd optax_lossscale-*/
-for python in python3.11 python3.13; do
+for python in ${*:-python3.11 python3.13}; do
   for built in ../dist/*; do
     "$python" -m venv --clear ../fresh
     source ../fresh/bin/activate
