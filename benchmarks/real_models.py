@@ -105,7 +105,8 @@ TASKS = {
         "held_out_reward",
         "held-out reward",
         3,
-        arms={name: ARMS[name] for name in list(ARMS)[:5]} | SAMPLER_ARMS,
+        arms={arm: ARMS[arm] for arm in ARMS if arm != "float16 parameters"}
+        | SAMPLER_ARMS,
         folder="rl",
         over_all={
             "difference_mean": "difference",
@@ -170,6 +171,12 @@ def load(tasks: list[str]) -> list[Run]:
     return [run for text in texts for run in json.loads(text)["runs"]]
 
 
+def recorded_arms(task: Task, runs: list[Run]) -> list[str]:
+    """Returns the arms of a task that have runs, in the order of the table."""
+    recorded = {run["arm"] for run in runs}
+    return [arm for arm in task.arms if arm in recorded]
+
+
 def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
     """Returns a figure of an arm, `f[seeds, reports]`."""
     return np.array([run["columns"][name] for run in runs if run["arm"] == arm])
@@ -178,8 +185,7 @@ def of_arm(runs: list[Run], arm: str, name: str) -> np.ndarray:
 def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     """Returns the table of a task, with a row for each arm."""
     rows = []
-    recorded = {run["arm"] for run in runs}
-    for arm in (arm for arm in task.arms if arm in recorded):
+    for arm in recorded_arms(task, runs):
         last = of_arm(runs, arm, task.figure)[:, -1]
         low, mean, high = (
             f"{x:.{task.digits}f}" for x in (last.min(), last.mean(), last.max())
@@ -208,9 +214,8 @@ def above_float32(task: Task, runs: list[Run], arm: str) -> str:
 
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
-    recorded = {run["arm"] for run in runs}
-    drawn = recorded & DRAWN.keys() - RULE_ARMS.keys()
-    arms = [arm for arm in task.arms if arm in drawn]
+    drawn = DRAWN.keys() - RULE_ARMS.keys()
+    arms = [arm for arm in recorded_arms(task, runs) if arm in drawn]
     panels = [(task.label, task.figure, arms)]
     if RULE_ARMS.keys() <= task.arms.keys():
         title = "share of gradient entries flushed to zero"

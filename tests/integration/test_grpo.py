@@ -20,27 +20,22 @@ FORWARD = train_grpo.GPT.__call__
 needs_nnx_list = pytest.mark.skipif(
     not hasattr(nnx, "List"), reason="the model needs nnx.List, of Flax 0.12"
 )
-
-
-class Options:
-    """A small model."""
-
-    width, layers, digits = 32, 2, 5
+SMALL = argparse.Namespace(width=32, layers=2, digits=5)
 
 
 def prompts_and_keys(batch):
-    prompts = jnp.asarray(RNG.integers(0, 10, (batch, Options.digits)), jnp.int32)
+    prompts = jnp.asarray(RNG.integers(0, 10, (batch, SMALL.digits)), jnp.int32)
     return prompts, jnp.asarray(RNG.integers(0, 2**32, (batch, 2)), jnp.uint32)
 
 
 @needs_nnx_list
 @pytest.mark.parametrize("heat", [1.0, 0.7])
 def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(heat):
-    model = train_grpo.GPT(Options, nnx.Rngs(0))
+    model = train_grpo.GPT(SMALL, nnx.Rngs(0))
     with standard_promotion():
         text, sampled = train_grpo.sample(FORWARD, model, *prompts_and_keys(16), heat)
         learned = train_grpo.answer_log_probs(FORWARD, model, text, heat)
-    assert sampled.shape == (16, Options.digits)
+    assert sampled.shape == (16, SMALL.digits)
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
 
 
@@ -49,7 +44,7 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
     """XLA must be told so, as in the runs of `benchmarks/rl`."""
-    model = train_grpo.GPT(Options, nnx.Rngs(0))
+    model = train_grpo.GPT(SMALL, nnx.Rngs(0))
     forward = ols.autocast(FORWARD, jnp.bfloat16, level=level)
     sampler = functools.partial(train_grpo.sample, forward)
     learner = functools.partial(train_grpo.answer_log_probs, forward)
