@@ -44,6 +44,7 @@ run_tests() {
     python -m pytest -v -rfE --tb=short "${@:3}"
 }
 
+python -c "import pytest, xdist" || exit  # Without them tests would return 1, as if they failed.
 python benchmarks/on_gpu.py start --json "$folder/results.json" "${tiny[@]}" || exit
 
 if [ ${#tiny[@]} = 1 ]; then
