@@ -233,11 +233,23 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices():
     assert optax.tree.get(state, "gradient_step") == 2
 
 
+ACCELERATORS = ("tpu", "cuda", "rocm")
+
+
 def test_the_update_can_be_lowered_for_every_accelerator():
-    platforms = ("tpu", "cuda", "rocm")
     tx = ols.loss_scaled(adam(), RULE)
-    export = jax.export.export(jax.jit(tx.update), platforms=platforms)
-    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == platforms
+    export = jax.export.export(jax.jit(tx.update), platforms=ACCELERATORS)
+    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == ACCELERATORS
+
+
+@pytest.mark.skipif(
+    IS_JAX_0_7,
+    reason="JAX 0.7 cannot lower `platform_dependent` in `shard_map` for several "
+    "platforms at once",
+)
+def test_on_an_explicit_mesh_the_update_can_be_lowered_for_every_accelerator():
+    tx = ols.loss_scaled(adam(), RULE)
+    export = jax.export.export(jax.jit(tx.update), platforms=ACCELERATORS)
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
     with set_mesh(mesh):
