@@ -16,7 +16,7 @@ import on_gpu
 import optax_lossscale as ols
 import whole_step
 from _lib import compiled_text, plain_models, update_times
-from helpers.compat import IS_JAX_0_7
+from helpers.compat import IS_JAX_0_7, needs_nnx_list
 from helpers.inner import standard_promotion
 
 needs_set_mesh = pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
@@ -343,6 +343,7 @@ def test_gradients_in_float8_are_as_near_as_those_of_flax(run_script):
     assert errors["bfloat16"] < 0.2 * errors["float8"]
 
 
+@needs_nnx_list
 @slow
 def test_tracing_and_eager_calls_are_timed_in_every_framework(run_script):
     tables = run_script("autocast_speed", "--layers", "1", "--rounds", "1")

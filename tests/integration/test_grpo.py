@@ -13,13 +13,11 @@ from flax import nnx
 
 import optax_lossscale as ols
 import train_grpo
+from helpers.compat import needs_nnx_list
 from helpers.inner import standard_promotion
 
 RNG = np.random.default_rng(0)
 FORWARD = train_grpo.GPT.__call__
-needs_nnx_list = pytest.mark.skipif(
-    not hasattr(nnx, "List"), reason="the model needs nnx.List, of Flax 0.12"
-)
 SMALL = argparse.Namespace(width=32, layers=2, digits=5)
 
 
