@@ -16,7 +16,7 @@ fewer digits. No hardware multiplies two arrays in float8_e5m2.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jax.extend import core
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 
 from optax_lossscale._bits import power_of_two
+from optax_lossscale._jax_internals import TRACED_RULES
 from optax_lossscale._jaxprs import aval_of
 
 VALUES, COTANGENTS = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -51,8 +52,26 @@ class Rounded(NamedTuple):
     exponent: jax.Array
 
 
-def reason_not_float8(equation: core.JaxprEqn) -> str | None:
-    """Why the factors of a product that runs low are not in float8, or None."""
+def has_rules(equation: core.JaxprEqn) -> bool:
+    """Whether an equation calls a function with derivative rules of its own.
+
+    Its rules hold products of cotangents, which float8 would round as values. And the
+    function itself must give the same result with and without a derivative.
+    """
+    return not equation.params.keys().isdisjoint(TRACED_RULES)
+
+
+def reason_not_float8(
+    equation: core.JaxprEqn, calls: Sequence[core.JaxprEqn] = ()
+) -> str | None:
+    """Why the factors of a product that runs low are not in float8, or None.
+
+    Args:
+      equation: The product.
+      calls: The equations that hold it.
+    """
+    if any(map(has_rules, calls)):
+        return "in a function with derivative rules of its own"
     if equation.primitive is not dot_general_p:
         is_convolution = equation.primitive is conv_general_dilated_p
         return "a convolution" if is_convolution else "a ragged product"

@@ -83,7 +83,7 @@ def _row(found: Found, settings: Settings) -> _Row:
     factors = [aval_of(atom) for atom in equation.invars[:2]]
     dtypes = [factor.dtype for factor in factors] if found.reason else [settings.dtype]
     if settings.has_float8 and found.reason is None:
-        why = reason_not_float8(equation) or ""
+        why = reason_not_float8(equation, found.calls) or ""
         dtypes = dtypes if why else [VALUES]
     shapes = ["x".join(map(str, factor.shape)) for factor in factors]
     # JAX keeps few frames, so perhaps only a call around the product has the line.

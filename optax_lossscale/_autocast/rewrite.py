@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from optax_lossscale._autocast.float8 import OF_VALUES, reason_not_float8
+from optax_lossscale._autocast.float8 import OF_VALUES, has_rules, reason_not_float8
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
 from optax_lossscale._autocast.markers import reason_of_marker, traced_for
@@ -115,6 +115,8 @@ def _equations_for(
         return [equation]
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
+        if has_rules(equation):
+            settings = settings._replace(has_float8=False)
         params = {
             name: _with_low_products(equation.primitive, name, param, settings)
             for name, param in equation.params.items()
@@ -144,8 +146,6 @@ def _with_low_products(
 ) -> Any:
     """A parameter of an equation, with low products in the programs that it holds."""
     if name in TRACED_RULES or name == BACKWARD_RULE:
-        # It calls products of cotangents, which float8 would round as values.
-        settings = settings._replace(has_float8=False)
         change = _low_traced_rule if name in TRACED_RULES else _low_backward_rule
         return with_changed_result(param, functools.partial(change, settings))
     is_loop = primitive is primitives.scan_p

@@ -169,6 +169,7 @@ NOT_FLOAT8 = {
         X,
     ),
     "batch dimensions, as in attention": (jnp.matmul, *[jnp.ones((2, 16, 16))] * 2),
+    "in a function with derivative rules of its own": (own_layer, W, X),
 }
 
 
@@ -205,11 +206,22 @@ def test_a_product_of_two_matrices_is_in_float8(fun):
     assert 1e-3 < error < 0.2  # The rounding of float8, of three or four digits.
 
 
-def test_products_of_a_rule_of_the_user_are_in_the_other_dtype_backward():
-    """Cotangents are not rounded as values are."""
-    grad = jax.grad(to_float8(lambda w, x: jnp.sum(own_layer(w, x))))
-    assert in_float8(grad, W, X) == []
-    assert dtypes_of(grad, W, X) == ["bfloat16"] * 3
+@jax.custom_jvp
+def linear(w, x):
+    return x @ w
+
+
+linear.defjvp(lambda xs, ts: (linear(*xs), xs[1] @ ts[0] + ts[1] @ xs[0]))
+
+
+@pytest.mark.parametrize("fun", [own_layer, linear])
+def test_functions_with_derivative_rules_are_in_the_other_dtype_in_both_passes(fun):
+    """Cotangents are not rounded as values are, and a loss is the same in both."""
+    total = to_float8(lambda w, x: jnp.sum(fun(w, x)))
+    value_and_grad = jax.value_and_grad(total)
+    assert in_float8(total, W, X) == in_float8(value_and_grad, W, X) == []
+    assert dtypes_of(value_and_grad, W, X) == ["bfloat16"] * 3
+    assert total(W, X) == value_and_grad(W, X)[0]
 
 
 # --- Transformations --------------------------------------------------------------
