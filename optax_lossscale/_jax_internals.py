@@ -7,12 +7,10 @@ of primitives are read where they are used: those of loops and branches in
 `_autocast/`. The scopes of `flax.linen` are changed in `_autocast/modules.py`.
 """
 
-import contextlib
-import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +19,6 @@ from jax._src.core import pvary_p as pvary_p
 from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
 from jax._src.lax.lax import split_p as split_p
 from jax.experimental import checkify
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, linear_util
 from jax.extend.core import primitives
 from jax.extend.core.primitives import dot_general_p
@@ -143,40 +140,3 @@ def linen_modules_around() -> Sequence[Any]:
     modules: Sequence[Any]
     modules = () if linen is None else linen.module._context.module_stack[-1:]
     return modules
-
-
-class UserContext:
-    """A value that is part of the keys under which JAX keeps what it has traced.
-
-    So a function is traced again under another value. JAX 0.7 has no
-    `jax.make_user_context`; there the value is kept beside metadata of XLA.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = f"optax_lossscale_{name}"
-        if hasattr(jax, "make_user_context"):
-            self._context = jax.make_user_context(None)
-        else:
-            self._context = contextvars.ContextVar(self._name, default=None)
-
-    @property
-    def value(self) -> Any:
-        """The value; None outside of every `with` block."""
-        if isinstance(self._context, contextvars.ContextVar):
-            return self._context.get()
-        return self._context.value
-
-    @contextlib.contextmanager
-    def set(self, value: Any) -> Iterator[None]:
-        """Sets the value inside the `with` block."""
-        if not isinstance(self._context, contextvars.ContextVar):
-            with self._context(value):
-                yield
-            return
-        token = self._context.set(value)
-        try:
-            key = None if value is None else str(value)
-            with set_xla_metadata(**{self._name: key}):
-                yield
-        finally:
-            self._context.reset(token)

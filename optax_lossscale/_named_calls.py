@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from optax_lossscale._jax_internals import UserContext
 from optax_lossscale._nnx import flax_nnx
 from optax_lossscale._tree import path_name
 from optax_lossscale._types import KeyPath, PyTree
@@ -26,7 +25,8 @@ from optax_lossscale._types import KeyPath, PyTree
 # (None, {}) outside of all modules, and None where calls are not named.
 _RUNNING: contextvars.ContextVar[tuple[Any, dict[int, str]] | None]
 _RUNNING = contextvars.ContextVar("running", default=None)
-_NAMED = UserContext("named")  # So that JAX does not reuse what has no names.
+# Set while calls are named, so that JAX does not reuse what has no names.
+_ARE_NAMED = jax.make_user_context(None)
 _LOCK = threading.RLock()  # One thread at a time may change the classes.
 
 
@@ -36,7 +36,7 @@ def named_calls() -> Iterator[None]:
     if _RUNNING.get() is not None:
         yield
         return
-    with _LOCK, _NAMED.set(True):
+    with _LOCK, _ARE_NAMED(True):
         originals = {kind: vars(kind)["__call__"] for kind in _classes()}
         token = _RUNNING.set((None, {}))
         try:

@@ -26,7 +26,6 @@ from optax_lossscale._types import KeyPath, Mask, PyTree
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 # They describe an array, and stand for it where no entries are needed.
 _ABSTRACT = (jax.ShapeDtypeStruct, jax.core.AbstractValue)
-REFERENCES = getattr(jax, "Ref", ())  # JAX 0.7 has no public name for them.
 
 
 def dtype_of(leaf: object) -> np.dtype | None:
@@ -59,7 +58,7 @@ def is_floating(leaf: object) -> bool:
     if isinstance(leaf, float | complex) or is_floating_array(leaf):
         return True
     is_foreign = hasattr(type(leaf), "__array__") and dtype_of(leaf) is None
-    if is_foreign or isinstance(leaf, REFERENCES):
+    if is_foreign or isinstance(leaf, jax.Ref):
         raise TypeError(
             "every array must be one of JAX or NumPy, got one of type "
             f"{type(leaf).__name__}. (Convert it with `jnp.asarray`, or read a "

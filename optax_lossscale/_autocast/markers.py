@@ -16,7 +16,6 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.typing import DTypeLike
 
-from optax_lossscale._jax_internals import UserContext
 from optax_lossscale._jaxprs import scopes_of
 from optax_lossscale._nnx import map_leaves
 from optax_lossscale._types import PyTree
@@ -25,7 +24,7 @@ _FULL, _LOW = "optax_lossscale.full_precision", "optax_lossscale.low_precision"
 _REASONS = {_FULL: "full_precision", _LOW: "low_precision"}
 # The low dtype for which `autocast` traces. JAX does not reuse what it traced for
 # another one, or for none.
-traced_for = UserContext("dtype")
+traced_for = jax.make_user_context(None)
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -110,7 +109,7 @@ def _marked(fun: Any, call: Callable[..., PyTree]) -> Any:
 
 
 def _call_full(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    with jax.named_scope(_FULL), traced_for.set(None):
+    with jax.named_scope(_FULL), traced_for(None):
         return fun(*args, **kwargs)
 
 
@@ -121,7 +120,7 @@ def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
     if dtype is None or any(name in _REASONS for name in names):
         return fun(*args, **kwargs)
     args, kwargs = cast_arrays((args, kwargs), jnp.float32, dtype)
-    with jax.named_scope(_LOW), traced_for.set(None):
+    with jax.named_scope(_LOW), traced_for(None):
         results = fun(*args, **kwargs)
     return cast_arrays(results, dtype, jnp.float32)
 

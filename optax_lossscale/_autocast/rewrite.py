@@ -156,7 +156,7 @@ def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     """A function of JAX that traces a derivative rule and returns its program first."""
 
     def low_rule(*args: Any) -> Any:
-        with traced_for.set(settings.dtype):
+        with traced_for(settings.dtype):
             program, *others = rule(*args)
         return rewrite(program, settings), *others
 
@@ -171,7 +171,7 @@ def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     """
 
     def low_rule(*args: Any) -> PyTree:
-        with traced_for.set(settings.dtype):
+        with traced_for(settings.dtype):
             traced = trace(rule, *args)
         return evaluate(traced, settings)
 

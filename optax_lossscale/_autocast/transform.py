@@ -146,7 +146,7 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
         tree = as_partial(fun), args, kwargs
         scopes = linen_scopes_of(fun, leaves_of(tree))
         if are_initializing(scopes):
-            with traced_for.set(settings.dtype):
+            with traced_for(settings.dtype):
                 return fun(*args, **kwargs)
         kept = kept_leaves(tree, settings) if settings.casts_arguments else None
         call: Callable[..., PyTree] = functools.partial(_call, settings, kept)
@@ -189,7 +189,7 @@ def _call_low(settings: Settings, fun: Callable[..., PyTree], *args: PyTree) -> 
     calls = calls_of_autocast.get()
     reads_scopes = bool(settings.high) or calls is not None
     naming = named_calls() if reads_scopes else contextlib.nullcontext()
-    with naming, traced_for.set(settings.dtype):
+    with naming, traced_for(settings.dtype):
         traced = trace(fun, *args)
     if reads_scopes:
         found = list(products_of(traced.program.jaxpr, settings))

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from helpers.compat import set_mesh
 from helpers.compiled import collectives_of
 from helpers.under_autocast import assert_close, dot_loss, dtypes_of, integers
 
@@ -99,7 +98,7 @@ def compile_gradient(loss, params, batch, axis_type=AxisType.Auto, is_split=Fals
     )
     params = jax.device_put(params, shardings)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         gradient = jax.jit(jax.grad(loss), out_shardings=shardings)
         return gradient.lower(params, batch).compile(), params, batch
 
@@ -136,7 +135,7 @@ def test_devices_sum_gradients_of_parameters_in_float32(model, settings):
 
 def test_gradients_on_a_mesh_of_two_explicit_axes_are_exact():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         w = jax.device_put(W, NamedSharding(mesh, P(None, "model")))
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
 
@@ -204,7 +203,7 @@ def test_axes_of_an_explicit_mesh_can_be_automatic_inside():
         inner = jax.sharding.auto_axes(dot_loss, out_sharding=P())
         return inner(w, x)
 
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         x = jax.device_put(X / 60, NamedSharding(mesh, P("data")))
         w = jax.device_put(W / 60, NamedSharding(mesh, P()))
         cast = ols.autocast(fun)

@@ -15,7 +15,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 
 import optax_lossscale as ols
-from helpers.compat import IS_JAX_0_7
 from helpers.places import place_of
 from helpers.under_autocast import W, X, dtypes_of, own_layer, products_of
 from optax_lossscale._jaxprs import scope_of, user_line
@@ -53,7 +52,6 @@ def test_names_in_the_compiled_program_are_those_of_the_scopes():
     assert "Net/Dense_0/dot_general" in text
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.make_user_context")
 def test_products_keep_the_context_that_they_were_traced_in():
     def fun(x):
         with set_xla_metadata(part="first"):

@@ -173,19 +173,6 @@ def test_linen_knows_the_module_whose_method_is_running():
     assert not any(linen_modules_around())
 
 
-def test_a_function_is_traced_again_under_another_value_of_a_context():
-    """Else correct `UserContext`; `low_precision` needs it in JAX's caches."""
-    from optax_lossscale._jax_internals import UserContext
-
-    context, seen = UserContext("of_a_test"), []
-    fun = jax.jit(lambda x: seen.append(context.value))
-    for value in (None, "a", "b", "a", None):
-        with context.set(value):
-            fun(X)
-    assert context.value is None
-    assert seen == [None, "a", "b"]
-
-
 def test_a_traced_array_knows_the_equation_that_made_it():
     """Else correct `inputs_of`: look into the class of `x` for its equation.
 

@@ -13,7 +13,7 @@ from jax import export, lax
 from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
-from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.compat import enable_x64
 from helpers.under_autocast import PROGRAMS, W, X, assert_close, dtypes_of
 
 # --- full_precision ---------------------------------------------------------------
@@ -192,7 +192,6 @@ def test_a_marked_function_works_under_and_over_transformations(name):
     assert_close(ols.autocast(jax.value_and_grad(low))(X), expected)
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.make_user_context")
 def test_a_program_with_a_marked_function_can_be_exported():
     fun = jax.jit(jax.grad(ols.autocast(lambda x: jnp.sum(low_kernel(x) ** 2))))
     exported = export.export(fun, platforms=["cpu", "cuda"])(X)

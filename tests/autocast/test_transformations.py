@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.jet import jet
 
 import optax_lossscale as ols
-from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.compat import enable_x64
 from helpers.under_autocast import (
     PROGRAMS,
     W,
@@ -135,7 +135,6 @@ def test_kernels_and_callbacks_read_and_return_float32(capsys):
     assert "in a kernel" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.new_ref")
 def test_mutable_references_keep_their_dtypes():
     def fun(w, x):
         ref = jax.new_ref(jnp.zeros((3, 4)))

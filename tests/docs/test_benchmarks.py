@@ -16,10 +16,9 @@ import on_gpu
 import optax_lossscale as ols
 import whole_step
 from _lib import compiled_text, plain_models, update_times
-from helpers.compat import IS_JAX_0_7, needs_nnx_list
+from helpers.compat import IS_JAX_0_7
 from helpers.inner import standard_promotion
 
-needs_set_mesh = pytest.mark.skipif(IS_JAX_0_7, reason="JAX 0.7 has no jax.set_mesh")
 pytestmark = pytest.mark.filterwarnings("default:SelfAttention:DeprecationWarning")
 # A script compiles many programs: each takes 3 to 30 seconds.
 slow = pytest.mark.slow
@@ -40,7 +39,6 @@ def run_script(monkeypatch, tmp_path):
 
 
 @slow
-@needs_set_mesh
 @pytest.mark.several_devices
 def test_every_way_of_running_gives_the_same_result_and_skips_together(run_script):
     rows = run_script("ways_of_running", "--quick")
@@ -314,7 +312,6 @@ def test_plain_models_have_float32_gradients_in_every_way(model, way):
 
 
 @slow
-@needs_set_mesh
 @pytest.mark.several_devices
 def test_by_autocast_gradients_cross_devices_in_float32(run_script):
     tables = run_script("collectives", "--quick")
@@ -332,7 +329,6 @@ def test_by_autocast_gradients_cross_devices_in_float32(run_script):
 
 
 @slow
-@needs_set_mesh
 def test_gradients_in_float8_are_as_near_as_those_of_flax(run_script):
     row = run_script("float8", "--quick")["Error of the gradients"][-1]
     assert row.pop("layer") == "all"
@@ -343,7 +339,6 @@ def test_gradients_in_float8_are_as_near_as_those_of_flax(run_script):
     assert errors["bfloat16"] < 0.2 * errors["float8"]
 
 
-@needs_nnx_list
 @slow
 def test_tracing_and_eager_calls_are_timed_in_every_framework(run_script):
     tables = run_script("autocast_speed", "--layers", "1", "--rounds", "1")

@@ -13,8 +13,6 @@ from flax import linen, nnx
 from helpers.inner import standard_promotion
 from helpers.under_autocast import RNG
 
-# The Flax that goes with JAX 0.7 takes lists as they are.
-LIST = getattr(nnx, "List", list)
 ROWS = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32)
 
 
@@ -40,7 +38,7 @@ class NnxNet(nnx.Module):
 
     def __init__(self, kernels):
         make = functools.partial(nnx.Linear, 4, 4, use_bias=False, rngs=nnx.Rngs(0))
-        self.layers = LIST([make() for _ in kernels])
+        self.layers = nnx.List([make() for _ in kernels])
         for layer, kernel in zip(self.layers, kernels, strict=True):
             layer.kernel = nnx.Param(kernel)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
-from helpers.compat import IS_JAX_0_7, set_mesh
+from helpers.compat import IS_JAX_0_7
 from helpers.compiled import collectives_of
 from helpers.inner import adam, lenient
 from helpers.programs import equations_of
@@ -182,7 +182,7 @@ def test_under_sharded_jit_all_devices_skip_and_every_type_is_kept(axis_type):
     mesh = make_mesh(axis_type)
     tx = ols.loss_scaled(adam(), RULE)
     update = jax.jit(tx.update)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         params = on_mesh(mesh, {"w": P("data"), "b": P()}, PARAMS)
         state = jax.jit(tx.init)(params)
         good = jax.tree.map(lambda p: p * SCALE, params)
@@ -252,7 +252,7 @@ def test_on_an_explicit_mesh_the_update_can_be_lowered_for_every_accelerator():
     export = jax.export.export(jax.jit(tx.update), platforms=ACCELERATORS)
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         state = jax.jit(tx.init)(params)
         assert export(params, state, params).nr_devices == 8
 
@@ -286,7 +286,7 @@ def test_the_check_needs_few_collectives_that_carry_only_scalars(
     mesh = make_mesh(axis_type, (4, 2))
     params = matrices(mesh, specs)
     tx = ols.loss_scaled(adam(), rule)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         # XLA packs the leaves' scalars into one operation.
         found = collectives(tx.update, params, jax.jit(tx.init)(params), params)
     assert 1 <= len(found) <= most
@@ -300,7 +300,7 @@ def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, specs)
     tx = ols.loss_scaled(adam(), RULE)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         state = jax.jit(tx.init)(params)
         update = jax.jit(tx.update)
         found = collectives_of(update.lower(params, state, params).compile())
@@ -393,7 +393,7 @@ def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     params = matrices(mesh, TWO_AXES)
     trees = {"a": np.ones(3, np.float32), "b": 1.0, **params}
     assert jax.jit(ols.all_finite)(trees)  # Without `set_mesh`, too.
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
         assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
         assert jax.jit(ols.max_magnitude)(params) == 1.0
@@ -407,7 +407,7 @@ def test_on_an_explicit_mesh_state_and_gradients_can_be_sharded_differently():
     mesh = make_mesh(AxisType.Explicit)
     params = matrices(mesh, {"a": P()})
     tx = ols.loss_scaled(adam(), RULE)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         state = jax.jit(tx.init)(params)
         grads = jax.device_put(params, NamedSharding(mesh, P("data")))
         bare = jax.jit(adam().update)(grads, state.inner_state, params)[1]
@@ -470,7 +470,7 @@ def test_the_headroom_rule_sees_a_nan_on_any_shard(axis_type):
     mesh = make_mesh(axis_type)
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale())
     update = jax.jit(tx.update)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P("data"))
         params = jax.device_put(jnp.ones((8, 2)), sharding)
         state = tx.init(params)

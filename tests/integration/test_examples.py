@@ -20,7 +20,7 @@ import pytest
 
 import optax_lossscale as ols
 from _lib.tables import print_table
-from helpers.compat import IS_JAX_0_7, needs_nnx_list
+from helpers.compat import IS_JAX_0_7
 from helpers.inner import standard_promotion
 from loop import has_checkpoint
 from options import above_zero, parse_options
@@ -151,7 +151,6 @@ def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
         assert record["skipped"] == 0
 
 
-@needs_nnx_list
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gpt", "grpo"])
 def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):

@@ -13,7 +13,6 @@ from flax import nnx
 
 import optax_lossscale as ols
 import train_grpo
-from helpers.compat import needs_nnx_list
 from helpers.inner import standard_promotion
 
 RNG = np.random.default_rng(0)
@@ -26,7 +25,6 @@ def prompts_and_keys(batch):
     return prompts, jnp.asarray(RNG.integers(0, 2**32, (batch, 2)), jnp.uint32)
 
 
-@needs_nnx_list
 @pytest.mark.parametrize("heat", [1.0, 0.7])
 def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(heat):
     model = train_grpo.GPT(SMALL, nnx.Rngs(0))
@@ -37,7 +35,6 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
 
 
-@needs_nnx_list
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
@@ -58,7 +55,6 @@ def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
             chex.assert_trees_all_equal(learner(model, text, 1.0), learned)
 
 
-@needs_nnx_list
 @pytest.mark.slow  # It draws 20,000 answers.
 @pytest.mark.parametrize("heat", [1.0, 3.0])
 def test_whole_answers_are_drawn_as_often_as_the_model_says(heat):
@@ -174,7 +170,6 @@ def program(monkeypatch):
         yield run
 
 
-@needs_nnx_list
 @pytest.mark.slow
 def test_the_answers_to_a_prompt_stand_together_and_each_has_its_own_key(program):
     run = program()
@@ -188,7 +183,6 @@ def test_the_answers_to_a_prompt_stand_together_and_each_has_its_own_key(program
     assert len(np.unique(text[:4], axis=0)) > 1
 
 
-@needs_nnx_list
 @pytest.mark.slow
 def test_the_sampler_rounds_as_its_level_says_and_the_learner_as_its_precision_says(
     program,
@@ -207,7 +201,6 @@ def test_the_sampler_rounds_as_its_level_says_and_the_learner_as_its_precision_s
     assert all(not np.array_equal(exact, sampled[name]) for name in ("float16", "O1"))
 
 
-@needs_nnx_list
 @pytest.mark.slow
 @pytest.mark.parametrize(("correct", "weight"), [("yes", 2.0), ("no", 1.0)])
 def test_digits_are_weighted_only_where_that_is_asked_for(program, correct, weight):
@@ -224,7 +217,6 @@ def test_digits_are_weighted_only_where_that_is_asked_for(program, correct, weig
     np.testing.assert_allclose(loss, expected, atol=1e-5)
 
 
-@needs_nnx_list
 @pytest.mark.slow
 def test_a_report_has_the_means_of_the_steps_since_the_one_before(program):
     run = program("--report", "2")

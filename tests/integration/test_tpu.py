@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ols
 from _lib.devices import devices_of
 from compact_masters import FORMS, cost, limit
-from helpers.compat import set_mesh
 from helpers.compiled import arrays_sent, collectives_of
 from helpers.inner import adam
 
@@ -66,7 +65,7 @@ def test_under_sharded_jit_only_the_verdict_crosses_the_chips(
 ):
     mesh = Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
     tx = ols.loss_scaled(adam(), ols.dynamic_loss_scale())
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         update = jax.jit(tx.update, donate_argnums=1)
         compiled = update.lower(*arguments(tx, mesh, names)).compile()
     found = collectives_of(compiled)

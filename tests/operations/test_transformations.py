@@ -284,7 +284,6 @@ def test_a_callback_that_computes_is_listed():
     assert operation.largest == 2 * np.max(X)
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 has no references")
 def test_a_reference_in_the_function_is_no_array():
     def fun(x):
         ref = jax.new_ref(x)

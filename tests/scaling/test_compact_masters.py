@@ -12,7 +12,6 @@ from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
-from helpers.compat import IS_JAX_0_7
 from helpers.inner import adam, lenient
 from helpers.modules import Net, mean_square
 from helpers.steps import apply, steps
@@ -324,9 +323,6 @@ def test_keras_accumulates_gradients_of_both_half_precision_dtypes():
     assert ols.full_masters(*last)["a"].tolist() == [1 - 2.0**-11] * 2
 
 
-@pytest.mark.skipif(
-    IS_JAX_0_7, reason="Flax 0.11 takes no state with missing leaves (optax.masked)"
-)
 @jax.numpy_dtype_promotion("standard")
 def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
     model = ols.cast_params(Net(), jnp.bfloat16)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from helpers.compat import enable_x64, set_mesh
+from helpers.compat import enable_x64
 from helpers.float_values import DTYPES, as_float64, float32_values, values_of
 from helpers.nodes import Twins
 from optax_lossscale import diagnostics
@@ -191,7 +191,7 @@ def test_diagnostics_can_read_sharded_leaves():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     values = jnp.ldexp(jnp.ones((8, 2)), jnp.arange(16).reshape(8, 2))
     leaf = jax.device_put(values, NamedSharding(mesh, P("data")))
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         histogram = jax.jit(diagnostics.exponent_histogram)(leaf)
         assert histogram.counts.tolist() == [0] * 40 + [1] * 16 + [0] * 5
         assert diagnostics.headroom_bits(leaf) == pytest.approx(1, abs=1e-3)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.compat import enable_x64, set_mesh
+from helpers.compat import enable_x64
 from helpers.strategies import nonfinite
 from optax_lossscale import _finite
 
@@ -196,7 +196,7 @@ def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():
 )
 def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(count, axis_type):
     devices = np.asarray(jax.devices()[:count])
-    with set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
+    with jax.set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
         assert _finite._are_local() is (count == 1 and axis_type == AxisType.Auto)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.compat import IS_JAX_0_7
 from helpers.inner import adam, lenient
 
 FLOAT8 = [
@@ -90,6 +91,9 @@ def test_without_parameters_of_their_own_updates_keep_all_their_bits(is_link):
     assert_same_bits(updates, jnp.full(2, 2.0**-10, jnp.float32))  # 0 in float8.
 
 
+@pytest.mark.skipif(
+    IS_JAX_0_7, reason="XLA of JAX 0.7 rounds some numbers differently under jit"
+)
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_parameters_are_their_rounded_masters_after_moves_of_any_size(dtype):
     rng = np.random.default_rng(0)

@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers.compare import assert_same_bits
-from helpers.compat import set_mesh
 from helpers.inner import standard_promotion
 from optax_lossscale._early_masks import run_masked
 from optax_lossscale._masking import (
@@ -61,7 +60,7 @@ def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type):
 @pytest.mark.parametrize("finite", [GOOD, BAD])
 def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         new = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
         old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P(None)))
         masked = jax.jit(mask_state)(finite, new, old)
