@@ -16,7 +16,7 @@ import on_gpu
 import optax_lossscale as ols
 import whole_step
 from _lib import compiled_text, plain_models, update_times
-from helpers.compat import IS_JAX_0_7
+from helpers.compat import IS_JAX_0_7, sets_devices_again
 from helpers.inner import standard_promotion
 
 pytestmark = pytest.mark.filterwarnings("default:SelfAttention:DeprecationWarning")
@@ -39,6 +39,7 @@ def run_script(monkeypatch, tmp_path):
 
 
 @slow
+@sets_devices_again
 @pytest.mark.several_devices
 def test_every_way_of_running_gives_the_same_result_and_skips_together(run_script):
     rows = run_script("ways_of_running", "--quick")
@@ -312,6 +313,7 @@ def test_plain_models_have_float32_gradients_in_every_way(model, way):
 
 
 @slow
+@sets_devices_again
 @pytest.mark.several_devices
 def test_by_autocast_gradients_cross_devices_in_float32(run_script):
     tables = run_script("collectives", "--quick")

@@ -20,7 +20,7 @@ import pytest
 
 import optax_lossscale as ols
 from _lib.tables import print_table
-from helpers.compat import IS_JAX_0_7
+from helpers.compat import sets_devices_again
 from helpers.inner import standard_promotion
 from loop import has_checkpoint
 from options import above_zero, parse_options
@@ -131,9 +131,7 @@ def test_options_that_cannot_work_are_refused_at_the_start(
 
 
 # Each program compiles a step and an evaluation, which takes 10 to 20 seconds.
-@pytest.mark.skipif(
-    IS_JAX_0_7, reason="JAX 0.7 cannot change its number of CPU devices later"
-)
+@sets_devices_again
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["resnet", "lstm", "ppo", "grpo"])
 def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
