@@ -108,9 +108,11 @@ class Settings(NamedTuple):
         for name in self.high:
             if name not in names | lines:
                 raise ValueError(
-                    "`high` must hold scopes of matrix products or convolutions, got "
-                    f"{name!r}.{_did_you_mean(name, names)} The scopes with products "
-                    f"are {', '.join(sorted(names)) or 'none'}."
+                    "`high` must hold scopes or lines of matrix products or "
+                    "convolutions, because nothing else runs low, got "
+                    f"{name.strip('/')!r}.{_did_you_mean(name, names)} The scopes with "
+                    f"products are {', '.join(sorted(names)) or 'none'}. "
+                    "(`autocast_report` prints all products with their lines.)"
                 )
 
 

@@ -6,6 +6,7 @@ this it has to know, while it is traced, whether `autocast` traces it.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,9 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     Under `autocast` its float32 inputs are cast to the low dtype before it is traced,
     its body runs as it is written, and its results in the low dtype are cast back to
-    float32. Outside of `autocast` it is the function itself. Use it for what refuses
-    float32 or is faster without it: cuDNN's attention, kernels of Pallas, calls by
-    `jax.ffi`.
+    float32 if any input was cast. Outside of `autocast` it is the function itself. Use
+    it for what refuses float32 or is faster without it: cuDNN's attention, kernels of
+    Pallas, calls by `jax.ffi`.
 
     * *Inputs* are all float32 arrays in the arguments, also in pytrees. Arrays to which
       `fun` is bound, or that it closes over, are not cast: pass them as arguments.
@@ -119,9 +120,13 @@ def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
     names = [element.name for element in source_info_util.current_name_stack().stack]
     if dtype is None or any(name in _REASONS for name in names):
         return fun(*args, **kwargs)
-    args, kwargs = cast_arrays((args, kwargs), jnp.float32, dtype)
+    inputs = args, kwargs
+    args, kwargs = cast_arrays(inputs, jnp.float32, dtype)
     with jax.named_scope(_LOW), traced_for(None):
         results = fun(*args, **kwargs)
+    before, after = jax.tree.leaves(inputs), jax.tree.leaves((args, kwargs))
+    if all(map(operator.is_, before, after)):
+        return results  # Nothing was cast, so low results are as written.
     return cast_arrays(results, dtype, jnp.float32)
 
 

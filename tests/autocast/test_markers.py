@@ -110,6 +110,11 @@ def test_what_is_not_float32_passes_through():
 # --- low_precision: what is a result ----------------------------------------------
 
 
+def test_results_keep_their_dtypes_if_no_input_was_cast():
+    low = X.astype(jnp.float16)
+    assert ols.autocast(lambda x: ols.low_precision(double)(x))(low).dtype == low.dtype
+
+
 def test_results_in_the_low_dtype_are_cast_back_and_others_keep_theirs():
     def fun(x):
         return x, jnp.sum(x.astype(jnp.float32)), jnp.argmax(x), x > 0
