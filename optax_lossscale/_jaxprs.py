@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import operator
 import os
 import sysconfig
 import types
@@ -16,6 +15,7 @@ from jax.extend import core, source_info_util
 from jax.typing import ArrayLike
 
 from optax_lossscale._jax_internals import frames_of, is_scope, line_of
+from optax_lossscale._tree import are_same
 
 # An input of an equation.
 Atom: TypeAlias = core.Var | core.Literal
@@ -186,7 +186,7 @@ def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
     """A parameter of an equation with changed programs; itself if none changes."""
     programs = _programs_in(parameter)
     changed = [*map(change, programs)]
-    if all(map(operator.is_, programs, changed)):
+    if are_same(programs, changed):
         return parameter
     new = iter(changed)
     return jax.tree.map(lambda _: next(new), parameter)

@@ -1,6 +1,5 @@
 """What of a tree is trained, and how the inner optimizer of `loss_scaled` sees it."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import optax
 from optax_lossscale._nnx import flatten, is_module, is_state, split_state
 from optax_lossscale._state import MASTER_WEIGHTS_STATES, CompactMasterWeightsState
 from optax_lossscale._tree import (
+    are_same,
     check_structure,
     dtype_of,
     find_by_type,
@@ -44,8 +44,7 @@ def split_trainable(
 
     parts = list(map(split, leaves))
     trained, merges = [part for part, _ in parts], [merge for _, merge in parts]
-    is_whole = all(map(operator.is_, trained, leaves))
-    if is_whole or all(part is None for part in trained):
+    if are_same(trained, leaves) or all(part is None for part in trained):
         return tree, lambda tree: tree
 
     def merge(tree: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ Throughout the package, "floating" covers the first two of these kinds:
 * empty arrays: finite, with magnitude zero.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -26,6 +27,11 @@ from optax_lossscale._types import KeyPath, Mask, PyTree
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 # They describe an array, and stand for it where no entries are needed.
 _ABSTRACT = (jax.ShapeDtypeStruct, jax.core.AbstractValue)
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def dtype_of(leaf: object) -> np.dtype | None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from optax_lossscale._autocast.float8 import has_rules
 from optax_lossscale._jaxprs import scope_of, user_line, where_written
 from optax_lossscale._nnx import flax_nnx
 from optax_lossscale._normalization import in_normalization
@@ -76,9 +77,12 @@ class Settings(NamedTuple):
 
     def inside(self, equation: core.JaxprEqn) -> "Settings":
         """The settings for the programs that an equation holds."""
-        if not self.high:
+        if not (self.high or self.has_float8):
             return self
-        return self._replace(scope=(*self.scope, *scope_of(equation)))
+        return self._replace(
+            has_float8=self.has_float8 and not has_rules(equation),
+            scope=(*self.scope, *scope_of(equation)) if self.high else (),
+        )
 
     def is_high(self, equation: core.JaxprEqn) -> bool:
         """Whether an equation is in one of the scopes or lines of `high`."""

@@ -6,7 +6,6 @@ this it has to know, while it is traced, whether `autocast` traces it.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.typing import DTypeLike
 
 from optax_lossscale._jaxprs import scopes_of
 from optax_lossscale._nnx import map_leaves
+from optax_lossscale._tree import are_same
 from optax_lossscale._types import PyTree
 
 _FULL, _LOW = "optax_lossscale.full_precision", "optax_lossscale.low_precision"
@@ -124,8 +124,7 @@ def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
     args, kwargs = cast_arrays(inputs, jnp.float32, dtype)
     with jax.named_scope(_LOW), traced_for(None):
         results = fun(*args, **kwargs)
-    before, after = jax.tree.leaves(inputs), jax.tree.leaves((args, kwargs))
-    if all(map(operator.is_, before, after)):
+    if are_same(*map(jax.tree.leaves, (inputs, (args, kwargs)))):
         return results  # Nothing was cast, so low results are as written.
     return cast_arrays(results, dtype, jnp.float32)
 

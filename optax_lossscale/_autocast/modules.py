@@ -9,7 +9,6 @@ writes the variables of its scope, which then get the results of the evaluation.
 
 import functools
 import itertools
-import operator
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from optax_lossscale._nnx import (
     modules_of,
     one_of_each,
 )
+from optax_lossscale._tree import are_same
 from optax_lossscale._types import Arrays, PyTree
 
 _TAG = "optax_lossscale.autocast"
@@ -213,8 +213,7 @@ def _value_of(leaf: PyTree) -> PyTree:
 
 
 def _is_same(old: PyTree, new: PyTree) -> bool:
-    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
-    return len(olds) == len(news) and all(map(operator.is_, olds, news))
+    return are_same(jax.tree.leaves(old), jax.tree.leaves(new))
 
 
 def _take_modules(tree: PyTree) -> tuple[list[Any], PyTree]:

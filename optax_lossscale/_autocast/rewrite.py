@@ -10,7 +10,6 @@ dtypes stay, and no kind of control flow needs a rule of its own.
 
 import concurrent.futures
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from optax_lossscale._autocast.float8 import OF_VALUES, has_rules, reason_not_float8
+from optax_lossscale._autocast.float8 import OF_VALUES, reason_not_float8
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
 from optax_lossscale._autocast.markers import reason_of_marker, traced_for
@@ -52,6 +51,7 @@ from optax_lossscale._jaxprs import (
     with_equations,
     with_programs,
 )
+from optax_lossscale._tree import are_same
 from optax_lossscale._types import PyTree
 
 _DEFAULT_PRECISIONS = (
@@ -97,14 +97,9 @@ def _rewritten(program: Program, settings: Settings) -> Program:
     equations: list[core.JaxprEqn] = []
     for equation in jaxpr.eqns:
         equations += _equations_for(equation, jaxpr, settings)
-    if _are_same(equations, jaxpr.eqns):
+    if are_same(equations, jaxpr.eqns):
         return program
     return with_equations(program, equations)
-
-
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two lists hold the very same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _equations_for(
@@ -115,13 +110,11 @@ def _equations_for(
         return [equation]
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
-        if has_rules(equation):
-            settings = settings._replace(has_float8=False)
         params = {
             name: _with_low_products(equation.primitive, name, param, settings)
             for name, param in equation.params.items()
         }
-        if _are_same([*params.values()], [*equation.params.values()]):
+        if are_same([*params.values()], [*equation.params.values()]):
             return [equation]
         return [equation.replace(params=params)]
     if reason_to_keep(equation, jaxpr, settings.dtype) is not None:

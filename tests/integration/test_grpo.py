@@ -36,10 +36,7 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    IS_JAX_0_7,
-    reason="XLA of JAX 0.7 has other last bits under jit",
-)
+@pytest.mark.skipif(IS_JAX_0_7, reason="XLA of JAX 0.7 has other last bits under jit")
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):

@@ -91,11 +91,10 @@ def test_without_parameters_of_their_own_updates_keep_all_their_bits(is_link):
     assert_same_bits(updates, jnp.full(2, 2.0**-10, jnp.float32))  # 0 in float8.
 
 
-@pytest.mark.skipif(
-    IS_JAX_0_7, reason="XLA of JAX 0.7 rounds some numbers differently under jit"
-)
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_float8_parameters_are_their_rounded_masters_after_moves_of_any_size(dtype):
+    if IS_JAX_0_7 and dtype == jnp.float8_e4m3fn:
+        pytest.skip("XLA of JAX 0.7 rounds some numbers differently under jit")
     rng = np.random.default_rng(0)
     tx = ols.master_weights(lenient(optax.sgd(1.0)))
     params = jnp.asarray(rng.normal(size=500), dtype)
