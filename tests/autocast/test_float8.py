@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from _lib.compiled_text import sent_arrays
-from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.compat import enable_x64
 from helpers.programs import equations_of
 from helpers.under_autocast import dtypes_of, own_layer, products_of
 
@@ -38,9 +38,7 @@ def quantized(x, dtype, low):
     exponent = int(np.floor(np.log2(top / largest))) if largest else 0
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = np.where(np.isfinite(x), np.ldexp(x, exponent), np.nan)
-        # XLA of JAX 0.7 casts to float16 first.
-        first = np.float16 if IS_JAX_0_7 else np.float32
-        return scaled.astype(first).astype(dtype).astype(np.float64), exponent
+        return scaled.astype(np.float32).astype(dtype).astype(np.float64), exponent
 
 
 def product(x, y, dtypes=(E4M3, E4M3), low=ml_dtypes.bfloat16, result=None):

@@ -10,7 +10,6 @@ from jax import lax
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.compat import IS_JAX_0_7
 from helpers.programs import equations_of
 from helpers.under_autocast import PROGRAMS, W, X, with_scan
 
@@ -80,8 +79,6 @@ def program_of(fun):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_without_low_products_has_the_same_program(name):
-    if IS_JAX_0_7 and name == "numbers":
-        pytest.skip("JAX 0.7 puts numbers on a device by an operation.")
     fun = FUNCTIONS[name]
     (actual, constants), (expected, others) = map(program_of, (ols.autocast(fun), fun))
     assert actual == expected

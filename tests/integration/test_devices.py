@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
-from helpers.compat import IS_JAX_0_7
 from helpers.compiled import collectives_of
 from helpers.inner import adam, lenient
 from helpers.programs import equations_of
@@ -21,9 +20,6 @@ from optax_lossscale.compat.flax import DynamicScale
 
 pytestmark = pytest.mark.several_devices
 
-PACKED = pytest.mark.skipif(
-    IS_JAX_0_7, reason="XLA of JAX 0.7 does not pack small reductions on CPU"
-)
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 CHECK_VMA = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -233,23 +229,11 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices():
     assert optax.tree.get(state, "gradient_step") == 2
 
 
-ACCELERATORS = ("tpu", "cuda", "rocm")
-
-
 def test_the_update_can_be_lowered_for_every_accelerator():
+    platforms = ("tpu", "cuda", "rocm")
     tx = ols.loss_scaled(adam(), RULE)
-    export = jax.export.export(jax.jit(tx.update), platforms=ACCELERATORS)
-    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == ACCELERATORS
-
-
-@pytest.mark.skipif(
-    IS_JAX_0_7,
-    reason="JAX 0.7 cannot lower `platform_dependent` in `shard_map` for several "
-    "platforms at once",
-)
-def test_on_an_explicit_mesh_the_update_can_be_lowered_for_every_accelerator():
-    tx = ols.loss_scaled(adam(), RULE)
-    export = jax.export.export(jax.jit(tx.update), platforms=ACCELERATORS)
+    export = jax.export.export(jax.jit(tx.update), platforms=platforms)
+    assert export(PARAMS, tx.init(PARAMS), PARAMS).platforms == platforms
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
     with jax.set_mesh(mesh):
@@ -268,7 +252,6 @@ BY_COLUMNS = {"a": P("data"), "b": P(None, "data"), "c": P("data"), "d": P()}
 BY_MAXIMUM = ols.headroom_loss_scale(SCALE)
 
 
-@PACKED
 @pytest.mark.parametrize(
     ("axis_type", "specs", "rule", "scalar", "most"),
     [

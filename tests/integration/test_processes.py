@@ -8,8 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-from helpers.compat import IS_JAX_0_7
-
 pytestmark = pytest.mark.slow
 SCRIPT = pathlib.Path(__file__).parents[2] / "notebooks" / "many_processes.py"
 
@@ -48,9 +46,6 @@ def test_all_processes_skip_together_and_end_with_the_bits_of_one_process(
         assert line.endswith("skipped 1")
 
 
-@pytest.mark.skipif(
-    IS_JAX_0_7, reason="with JAX 0.7 Orbax 0.12 cannot save from several processes"
-)
 def test_a_killed_run_continues_from_its_checkpoint_with_the_same_bits(
     one_process, tmp_path
 ):
