@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
+from helpers.files import project_files
 from helpers.inner import standard_promotion
 
 pytestmark = pytest.mark.slow  # It first runs the programs of all pages.
 
 MIGRATION = pathlib.Path(__file__).parents[2] / "docs" / "migration"
-PAGES = sorted(path.stem for path in MIGRATION.glob("*.md"))
+PAGES = sorted(path.stem for path in project_files("docs/migration/*.md"))
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Every notebook runs, and prints the output that is stored in it."""
 
 import copy
-import pathlib
 import re
 
 import nbclient
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 
 from helpers.compat import IS_JAX_0_7
+from helpers.files import project_files
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = project_files("notebooks/*.ipynb")
 NOT_ON_JAX_0_7 = {
     "04_many_devices": "has no jax.lax.pcast",
     "06_why_did_it_skip": "traces some functions as other operations, so counts differ",

@@ -4,8 +4,10 @@ import ast
 import importlib.metadata
 import importlib.util
 import operator
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -78,13 +80,9 @@ def test_the_drawing_in_contributing_shows_every_file_and_folder():
     packages.discard("optax_lossscale/__init__.py")
     assert set(FILES) == files - packages
     drawn = {folder for folder in FOLDERS if not folder.startswith("optax_lossscale/")}
-    # Made by Python and by Sphinx.
-    made = {"tests/__pycache__/", "docs/_build/", "docs/notebooks/"}
-    made |= {"benchmarks/__pycache__/", "examples/__pycache__/"}
     for top in ("tests", "docs", "notebooks", "examples", "benchmarks"):
-        below = [path for path in (ROOT / top).iterdir() if path.is_dir()]
-        below = [path for path in below if path.name[0] != "." and list(path.glob("*"))]
-        names = {f"{top}/{path.name}/" for path in below} - made
+        inside = [path.relative_to(ROOT) for path in project_files(f"{top}/*/**")]
+        names = {f"{top}/{path.parts[1]}/" for path in inside}
         assert {folder for folder in drawn if folder.startswith(top)} == {
             f"{top}/",
             *names,
@@ -107,6 +105,25 @@ WITH_INIT = [
 def test_the_init_of_a_folder_imports_only_from_its_own_files(folder):
     for module in imports_of(f"{folder}__init__.py"):
         assert module.startswith(module_of(folder))
+
+
+def test_files_that_git_does_not_track_are_no_files_of_the_project():
+    folder = ROOT / "docs" / f"untracked-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / "page.md").write_text("% This line would fail a test.")
+        assert not [path for path in project_files("**/*.md") if folder in path.parents]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_no_test_lists_files_but_those_that_git_tracks_or_that_it_made():
+    lists = re.compile(r"(\S+)\.(?:r?glob|iterdir|walk|scandir|listdir)\(")
+    made = ("tmp_path", "folder", "SITE", "ast")  # Its own, and those of Sphinx.
+    for path in project_files("tests/**/test_*.py", "tests/helpers/*.py"):
+        if path.name != "files.py":
+            listed = [name.strip("(*[") for name in lists.findall(path.read_text())]
+            assert not [name for name in listed if not name.endswith(made)], path
 
 
 def test_importing_the_package_loads_neither_flax_nor_matplotlib():

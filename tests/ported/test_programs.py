@@ -1,13 +1,13 @@
 """Programs of other projects train in float16 as they do in float32."""
 
 import importlib
-import pathlib
 
 import numpy as np
 import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.files import project_files
 from helpers.ported import (
     SEEDS,
     dtypes_of_products,
@@ -20,7 +20,7 @@ from helpers.ported import (
 
 NAMES = sorted(
     path.stem
-    for path in pathlib.Path(__file__).parent.glob("*.py")
+    for path in project_files("tests/ported/*.py")
     if not path.stem.startswith("test_")
 )
 
