@@ -22,8 +22,8 @@ from _lib.plain_models import MODELS as STEPS
 from _lib.steps import run_ours
 from _lib.tables import print_tables, versions
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
-from optax_lossscale._checks import check_output_file
-from optax_lossscale._jaxprs import equations_of
+from optax_lossscale._programs.jaxprs import equations_of
+from optax_lossscale.plotting._files import check_output_file
 
 LOSS_SCALE = 2.0**10
 

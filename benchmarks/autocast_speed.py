@@ -19,7 +19,7 @@ import optax_lossscale as ols
 from _lib.devices import use_host_cpu
 from _lib.models import Encoder
 from _lib.tables import print_tables, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 WIDTH, HEADS, BATCH, LENGTH = 64, 4, 4, 32
 Case = tuple[Callable[..., jax.Array], Any, jax.Array]

@@ -28,7 +28,7 @@ from _lib.compiled_text import Sent, sent_arrays
 from _lib.devices import DEVICE_NAMES, devices_of, use_host_cpu
 from _lib.models import Decoder, next_token_loss
 from _lib.tables import print_tables, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 DEVICES = {"cpu": 4, "tpu": 64, "cuda": 8}
 HEADS, WIDTH = 4, 256

@@ -22,7 +22,7 @@ from _lib.large_models import MODELS
 from _lib.tables import print_tables, versions
 from _lib.update_times import make_inputs, make_program, median_ratios
 from _lib.updates import OPTIMIZERS, Way, bare, loss_scaled
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 MODEL = "GPT, 125 M"
 LEAVES, SIZE = 60, 100_000

@@ -19,7 +19,7 @@ from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
 from _lib.tables import print_table, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 
 def cost(

@@ -19,7 +19,7 @@ import optax_lossscale as ols
 from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import device_of, use_host_cpu
 from _lib.tables import print_table, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 BATCH, LENGTH, HEADS, HEAD = 2, 1024, 4, 64
 WIDTH = HEADS * HEAD

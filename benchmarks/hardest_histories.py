@@ -16,7 +16,7 @@ import numpy as np
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 STEPS, HISTORIES, KEPT = 1500, 128, 16
 TOP = np.log2(65504.0)

@@ -37,13 +37,12 @@ from _lib.step_times import Measured, measure, random_like
 from _lib.steps import Step, batch_size, fitting, make_step, with_batch
 from _lib.tables import print_tables, versions
 from _lib.update_times import compare
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 Row = dict[str, str]
 
 OPTIMIZER_OF = dict.fromkeys(MODELS, "adamw") | {"ResNet-50": "sgd with momentum"}
 EXACT = "float32, highest"
-# Float8 comes last, because GPUs and compilers support it least.
 PRECISIONS = [
     EXACT,
     "TF32",
@@ -53,7 +52,6 @@ PRECISIONS = [
     "autocast, O1",
     "autocast, O2",
     "O2, masters",
-    "autocast, float8",
 ]
 PRECISIONS_OF_BATCHES = [EXACT, "by hand", "autocast, O1", "O2, masters"]
 SCALERS = ["none", "loss_scaled", "flax DynamicScale"]

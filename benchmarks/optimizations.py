@@ -38,8 +38,8 @@ from _lib.devices import (
 from _lib.tables import print_tables, versions
 from _lib.update_times import eager_ratio, make_inputs, make_program, median_ratios
 from _lib.updates import SHAPES, Way, bare, loss_scaled, shape_of
-from optax_lossscale import _finite, _masking, _rules, _scaling, _transform
-from optax_lossscale._checks import check_output_file
+from optax_lossscale._scaling import finite, masking, rules, scale, transform
+from optax_lossscale.plotting._files import check_output_file
 
 ADAMW = optax.adamw(1e-3)
 LEAVES = {
@@ -51,7 +51,7 @@ LEAVES = {
 
 def mask_afterwards(is_applied: Any, run: Any, old: Any) -> Any:
     """Masks the results of an update, and nothing in it."""
-    return _masking.mask_results(is_applied, *run(), old)
+    return masking.mask_results(is_applied, *run(), old)
 
 
 def concatenated(leaves: list[jax.Array]) -> Iterator[list[jax.Array]]:
@@ -66,21 +66,21 @@ def concatenated(leaves: list[jax.Array]) -> Iterator[list[jax.Array]]:
 # For each optimization the functions that have it, and what stands in their place.
 WITHOUT: dict[str, dict[tuple[Any, str], Any]] = {
     "nothing": {},
-    "early masks": {(_transform, "run_masked"): mask_afterwards},
-    "leaves combined": {(_finite, "_groups_of"): lambda leaves: ([x] for x in leaves)},
-    "leaves cut on a CPU": {(_finite, "_cut"): lambda group: group},
-    "small leaves concatenated": {(_finite, "_is_small"): lambda leaf: False},
+    "early masks": {(transform, "run_masked"): mask_afterwards},
+    "leaves combined": {(finite, "_groups_of"): lambda leaves: ([x] for x in leaves)},
+    "leaves cut on a CPU": {(finite, "_cut"): lambda group: group},
+    "small leaves concatenated": {(finite, "_is_small"): lambda leaf: False},
     "groups of one shape; all leaves concatenated": {
-        (_finite, "_groups_of"): concatenated
+        (finite, "_groups_of"): concatenated
     },
 }
 COMPILED_ONCE = [
-    (_finite, "_reduce_leaves"),
-    (_masking, "_zeros_unless"),
-    (_masking, "mask_results"),
-    (_rules, "_count_step"),
-    (_scaling, "_scale_leaves"),
-    (_scaling, "unscale_leaves"),
+    (finite, "_reduce_leaves"),
+    (masking, "_zeros_unless"),
+    (masking, "mask_results"),
+    (rules, "_count_step"),
+    (scale, "_scale_leaves"),
+    (scale, "unscale_leaves"),
 ]
 
 
@@ -144,7 +144,7 @@ def eager_rows() -> list[dict[str, str]]:
 def collective_rows(platforms: list[str]) -> list[dict[str, str]]:
     """Returns how many collectives the check needs, with and without its own."""
     specs = [P("data"), P(None, "model"), P("data", "model"), P()]
-    alone = {(_finite, "_axes_of"): lambda spec: iter(())}
+    alone = {(finite, "_axes_of"): lambda spec: iter(())}
     rows = []
     for name, functions in {"nothing": {}, "one collective for all": alone}.items():
         rows.append({"without": name})
@@ -156,7 +156,7 @@ def collective_rows(platforms: list[str]) -> list[dict[str, str]]:
                 for sharding in (NamedSharding(mesh, spec) for spec in specs)
             ]
             with replaced(functions), jax.set_mesh(mesh):
-                program = jax.jit(_finite.all_finite).lower(leaves).compile().as_text()
+                program = jax.jit(finite.all_finite).lower(leaves).compile().as_text()
             count = len(re.findall(r" all-reduce(?:-start)?\(", program))
             rows[-1][f"{DEVICE_NAMES[platform]}, all-reduces"] = str(count)
     return rows

@@ -45,11 +45,7 @@ ARMS: Arms = {
     "O2": ("O2",),
     "float16 parameters": ("masters",),
 }
-FLOAT8_ARMS: Arms = {"float8": ("float8",)}
-RULE_ARMS: Arms = {
-    "float16, headroom rule": ("float16", "--rule", "headroom"),
-    "float16, smooth rule": ("float16", "--rule", "smooth"),
-}
+RULE_ARMS: Arms = {"float16, headroom rule": ("float16", "--rule", "headroom")}
 SAMPLER_ARMS: Arms = {
     f"{dtype}, {name}": (dtype, *options)
     for name, options in {
@@ -60,9 +56,8 @@ SAMPLER_ARMS: Arms = {
 }
 
 DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
-DRAWN["float16, smooth rule"] = DRAWN["O2"]  # Never beside each other.
-DRAWN["float8"] = DRAWN["float16, headroom rule"]  # Nor these.
-DRAWN["bfloat16, sampler at O1"] = DRAWN["float8"]
+# Never beside each other.
+DRAWN["bfloat16, sampler at O1"] = DRAWN["float16, headroom rule"]
 DRAWN["float16, sampler at O1"] = DRAWN["float16 parameters"]
 
 
@@ -91,9 +86,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "gpt": Task(
-        "held_out_bits_per_byte", "held-out bits per byte", 3, {}, ARMS | FLOAT8_ARMS
-    ),
+    "gpt": Task("held_out_bits_per_byte", "held-out bits per byte", 3),
     "resnet": Task(
         "held_out_loss", "held-out loss", 3, {"held_out_accuracy": "accuracy"}
     ),
@@ -205,13 +198,6 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     return rows
 
 
-def above_float32(task: Task, runs: list[Run], arm: str) -> str:
-    """Says how far the seeds of an arm end above those of float32."""
-    last, exact = (of_arm(runs, each, task.figure)[:, -1] for each in (arm, "float32"))
-    shares = ", ".join(f"{share:.2%}" for share in last / exact - 1)
-    return f"{arm} ends above float32 by, seed by seed: {shares}"
-
-
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
     drawn = DRAWN.keys() - RULE_ARMS.keys()
@@ -259,8 +245,6 @@ def main() -> None:
         if runs:
             print(f"\n#### {name}\n")
             print_table(rows_of(TASKS[name], runs))
-            for arm in FLOAT8_ARMS.keys() & TASKS[name].arms.keys():
-                print(f"\n{above_float32(TASKS[name], runs, arm)}")
             draw(TASKS[name], runs, BENCHMARKS / TASKS[name].folder / f"{name}.png")
 
 

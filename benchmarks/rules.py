@@ -7,7 +7,7 @@ if this magnitude times the scale exceeds float16's largest value; if the produc
 below float16's smallest value, the rule sees zero. Five traces are made up;
 `record_traces.py` recorded three more in `traces.npz`. The third table has bad batches
 at many times and levels, the fourth activations larger than the parameters' gradients.
-`--quick` runs only the three rules of the picture.
+`--quick` runs only the two rules of the picture.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from jax.scipy.stats import norm
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
-from optax_lossscale._checks import check_output_file, check_picture_file
-from optax_lossscale.plotting._axes import BLUE, GREEN, RED
+from optax_lossscale.plotting._axes import BLUE, RED
+from optax_lossscale.plotting._files import check_output_file, check_picture_file
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
@@ -35,13 +35,10 @@ PRESETS = ["torch", "keras", "tf_keras", "mindspore_fixed", "mindspore_dynamic"]
 PRESETS += ["flax", "jmp", "apex", "megatron", "deepspeed", "fairseq"]
 RULES = {f"presets.{name}": getattr(ols.presets, name)() for name in PRESETS}
 RULES["dynamic_loss_scale"] = ols.dynamic_loss_scale()
-RULES["smooth_loss_scale"] = ols.smooth_loss_scale()
 RULES["headroom_loss_scale"] = ols.headroom_loss_scale()
-COMPARED = ["presets.torch", "headroom_loss_scale"]
-# The rules of the picture, with their names and styles there.
-DRAWN = {
+# The rules that are compared, with their names and styles in the picture.
+COMPARED = {
     "presets.torch": {"label": "dynamic, as PyTorch's", "color": BLUE},
-    "smooth_loss_scale": {"label": "smooth", "color": GREEN, "linestyle": "--"},
     "headroom_loss_scale": {"label": "headroom", "color": RED},
 }
 WINDOW = 25  # Steps for which the picture shows one limit, the lowest.
@@ -196,7 +193,8 @@ def nan_table() -> list[dict[str, str]]:
             )
             unused, flushed, zero = figures[name].mean(axis=1)
             row[name] = f"{unused:.1f} / {flushed:.1%} / {zero:.1%}"
-        more = (figures[COMPARED[1]] - figures[COMPARED[0]]).max(axis=1)
+        torch, headroom = figures.values()
+        more = (headroom - torch).max(axis=1)
         row["at most more"] = (
             f"{more[0]:.2f} / {100 * more[1]:.2f} / {100 * more[2]:.2f}"
         )
@@ -278,7 +276,7 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
             label=f"largest scale that fits float16 (lowest of {WINDOW} steps)",
         )
         skips = []
-        for name, style in DRAWN.items():
+        for name, style in COMPARED.items():
             scales, applied = (array[0] for array in runs[name][kind])
             ax.step(np.arange(len(scales)), np.log2(scales), where="post", **style)
             skips.append(f"{np.sum(~applied)} by {style['label'].split(',')[0]}")
@@ -288,7 +286,7 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
         ax.locator_params(axis="y", integer=True)
         ax.grid(alpha=0.3)
     figure.suptitle(
-        "The scales of three rules, and float16's limit, in five made-up histories of "
+        "The scales of two rules, and float16's limit, in five made-up histories of "
         "gradients\nand in three that were recorded from training"
     )
     lines, labels = axes.flat[0].get_legend_handles_labels()
@@ -306,11 +304,11 @@ def main() -> None:
     parser.add_argument(
         "--plot", type=check_picture_file, help="draw the picture to a file"
     )
-    parser.add_argument("--quick", action="store_true", help="run three rules only")
+    parser.add_argument("--quick", action="store_true", help="run two rules only")
     arguments = parser.parse_args()
     print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()
-    names = list(DRAWN) if arguments.quick else list(RULES)
+    names = list(COMPARED) if arguments.quick else list(RULES)
     runs, recorded_runs = run_all(names, traces), run_all(names, recorded)
     results = {"synthetic": table(traces, runs)}
     print()
@@ -320,7 +318,7 @@ def main() -> None:
     print("\nActivations that overflow before the parameters; skips / unused bits\n")
     results["activations"] = activations_table(traces)
     if arguments.plot is not None:
-        every_run = {name: runs[name] | recorded_runs[name] for name in DRAWN}
+        every_run = {name: runs[name] | recorded_runs[name] for name in COMPARED}
         plot(traces | recorded, every_run, arguments.plot)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1))

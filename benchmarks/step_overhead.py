@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from _lib.tables import print_table, versions
 from _lib.update_times import compare, eager_ratio, make_inputs
 from _lib.updates import OPTIMIZERS, SHAPES, WAYS, WITH_CALLBACKS, shape_of
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 
 def main() -> None:

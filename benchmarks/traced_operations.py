@@ -1,4 +1,4 @@
-"""Times `trace_operations` on four models, and `watch` on a transformer.
+"""Times `trace_operations` on a transformer and on four small models.
 
     python benchmarks/traced_operations.py [--batch N] [--length N] [--layers N]
                                            [--width N]
@@ -9,7 +9,6 @@ to compile it. The target is six times as long.
 
 import argparse
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,6 @@ import optax_lossscale as ols
 from _lib import plain_models
 from _lib.models import Decoder, next_token_loss, random_key
 from _lib.tables import print_table, versions
-
-STEPS = 5  # Of each of the two compiled steps, in turn.
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -68,29 +65,8 @@ def plain_case(model: str) -> tuple[Any, ...]:
     return model, loss_fn, *jax.tree.unflatten(tree, arrays)
 
 
-def time_watching(loss_fn: Any, params: Any, tokens: jax.Array) -> list[dict[str, Any]]:
-    """Times a compiled gradient with `watch` and without it, in turn."""
-    plain = jax.value_and_grad(ols.autocast(loss_fn))
-    steps = {"plain": jax.jit(plain), "watched": jax.jit(ols.diagnostics.watch(plain))}
-    firsts = {name: seconds(lambda s=s: s(params, tokens)) for name, s in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(STEPS):
-        for name, step in steps.items():
-            times[name].append(seconds(lambda s=step: s(params, tokens)))
-    median = {name: statistics.median(some) for name, some in times.items()}
-    return [
-        {
-            "gradient": name,
-            "compile s": f"{firsts[name] - median[name]:.1f}",
-            "median s": f"{median[name]:.2f}",
-            "ratio": f"{median[name] / median['plain']:.2f}",
-        }
-        for name in steps
-    ]
-
-
 def main() -> None:
-    """Prints two tables."""
+    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=2, help="how many sequences")
     parser.add_argument("--length", type=int, default=64, help="tokens in each")
@@ -109,8 +85,6 @@ def main() -> None:
     rows = [time_tracing("the transformer", loss_fn, params, tokens)]
     rows += [time_tracing(*plain_case(model)) for model in plain_models.MODELS]
     print_table(rows)
-    print()
-    print_table(time_watching(loss_fn, params, tokens))
 
 
 if __name__ == "__main__":

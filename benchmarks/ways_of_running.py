@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from _lib.tables import print_table, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 STEPS, BAD_STEP = 10, 5
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"

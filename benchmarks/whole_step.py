@@ -22,7 +22,7 @@ from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure
 from _lib.steps import SCALERS, WAYS, fitting
 from _lib.tables import print_tables, versions
-from optax_lossscale._checks import check_output_file
+from optax_lossscale.plotting._files import check_output_file
 
 FEW_MODELS = ["GPT", "ResNet-18", "LSTM"]
 FEW_WAYS = ["float32", "by hand", "autocast, O1", "autocast, O2", "masters"]

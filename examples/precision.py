@@ -16,29 +16,23 @@ import optax_lossscale as ols
 PRECISIONS = {
     "float32": "everything in float32",
     "bfloat16": "autocast to bfloat16",
-    "float8": "autocast to float8, which needs no loss scale",
     "float16": "autocast to float16 at level O1, with a loss scale",
     "float16-unscaled": "the same without a loss scale",
     "O2": "autocast to float16 at level O2, with a loss scale",
     "masters": "the same with float16 parameters and float32 master weights",
     "compact-masters": "the same masters, stored in 16 bits beside the parameters",
 }
-UNSCALED = ("float32", "bfloat16", "float8", "float16-unscaled")
+UNSCALED = ("float32", "bfloat16", "float16-unscaled")
 HALF_PARAMS = ("masters", "compact-masters")
 RULES = {
     "dynamic": ols.dynamic_loss_scale,
     "headroom": ols.headroom_loss_scale,
-    "smooth": ols.smooth_loss_scale,
 }
 
 
 def low_dtype(options: argparse.Namespace) -> Any:
     """Returns the dtype of this run's activations."""
-    others = {
-        "float32": jnp.float32,
-        "bfloat16": jnp.bfloat16,
-        "float8": jnp.bfloat16,
-    }
+    others = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
     return others.get(options.precision, jnp.float16)
 
 
@@ -46,8 +40,6 @@ def cast(fun: Callable[..., Any], options: argparse.Namespace) -> Callable[..., 
     """Returns the function as the precision of this run computes it."""
     if options.precision == "float32":
         return fun
-    if options.precision == "float8":
-        return ols.autocast(fun, jnp.float8_e4m3fn)
     level = "O2" if options.precision in ("O2", *HALF_PARAMS) else "O1"
     return ols.autocast(fun, low_dtype(options), level=level)
 

@@ -29,7 +29,6 @@ Rules, which decide how the loss scale changes:
 * `dynamic_loss_scale`, the default, grows the scale after many finite steps, and halves
   it after an overflow.
 * `headroom_loss_scale` sets the scale from the largest recent gradients.
-* `smooth_loss_scale` raises the scale a little on every finite step.
 * `static_loss_scale` keeps one scale, and `no_loss_scale` turns loss scaling off.
 * `presets` is a module with the rules of PyTorch, Keras, Flax and others, under their
   own names.
@@ -37,8 +36,8 @@ Rules, which decide how the loss scale changes:
 
 Mixed precision:
 
-* `autocast` runs matrix products and convolutions in half precision, or matrix products
-  in float8. Nothing else changes.
+* `autocast` runs matrix products and convolutions in half precision, and
+  nothing else.
 * `full_precision` marks a function to leave as it is, and `low_precision` one that
   takes half-precision inputs, such as a fused kernel.
 * `autocast_report` prints the dtype in which each product computes, and why.
@@ -67,49 +66,54 @@ For those who know Keras:
 
 Modules:
 
-* `diagnostics` looks for overflow and underflow in any pytree, and `plotting` draws it.
-* `optax_lossscale.compat.flax` and `optax_lossscale.compat.jmp`, which you import by
-  these names, have the names of Flax's `DynamicScale` and of jmp.
+* `diagnostics` shows every operation of a program with its numbers, and looks for
+  overflow and underflow in any pytree. `plotting` draws what it finds.
+* `optax_lossscale.compat.flax`, `compat.jmp` and `compat.numpyro`, which you import by
+  these names, have the names of Flax's `DynamicScale`, of jmp and of NumPyro.
 """
 
-from optax_lossscale import diagnostics, plotting, presets
-from optax_lossscale._autocast.loops import save_products
-from optax_lossscale._autocast.markers import full_precision, low_precision
-from optax_lossscale._autocast.report import autocast_report
-from optax_lossscale._autocast.transform import autocast
-from optax_lossscale._cast_params import cast_params
-from optax_lossscale._finite import all_finite, max_magnitude
-from optax_lossscale._full_masters import full_masters, set_full_masters
-from optax_lossscale._grad import scaled_grad, scaled_value_and_grad
-from optax_lossscale._headroom import headroom_loss_scale
-from optax_lossscale._keras.optimizer import (
-    ema_params,
-    finalize_params,
-    loss_scale_optimizer,
-)
-from optax_lossscale._masking import where_applied
-from optax_lossscale._master_weights import master_weights
-from optax_lossscale._rules import (
+import importlib as _importlib
+import typing as _typing
+
+from optax_lossscale import presets
+from optax_lossscale._ground.states import LossScaledState, LossScaleState
+from optax_lossscale._masters.cast_params import cast_params
+from optax_lossscale._masters.full_masters import full_masters, set_full_masters
+from optax_lossscale._masters.master_weights import master_weights
+from optax_lossscale._scaling.finite import all_finite, max_magnitude
+from optax_lossscale._scaling.grad import scaled_grad, scaled_value_and_grad
+from optax_lossscale._scaling.headroom import headroom_loss_scale
+from optax_lossscale._scaling.masking import where_applied
+from optax_lossscale._scaling.rules import (
     LossScale,
     dynamic_loss_scale,
     no_loss_scale,
     static_loss_scale,
 )
-from optax_lossscale._scaling import scale, unscale
-from optax_lossscale._smooth import smooth_loss_scale
-from optax_lossscale._state import (
-    LossScaledState,
-    LossScaleState,
+from optax_lossscale._scaling.scale import scale, unscale
+from optax_lossscale._scaling.state import (
     find_loss_scale_state,
     get_loss_scale,
     set_loss_scale,
 )
-from optax_lossscale._telemetry import (
+from optax_lossscale._scaling.telemetry import (
     LossScaleStalledError,
     loss_scale_metrics,
     raise_if_stalled,
 )
-from optax_lossscale._transform import adopt_inner_state, loss_scaled
+from optax_lossscale._scaling.transform import adopt_inner_state, loss_scaled
+from optax_lossscale.compat.keras import (
+    ema_params,
+    finalize_params,
+    loss_scale_optimizer,
+)
+
+if _typing.TYPE_CHECKING:  # At run time `__getattr__` loads them.
+    from optax_lossscale import diagnostics, plotting
+    from optax_lossscale._autocast.loops import save_products
+    from optax_lossscale._autocast.markers import full_precision, low_precision
+    from optax_lossscale._autocast.report import autocast_report
+    from optax_lossscale._autocast.transform import autocast
 
 __version__ = "0.3.0"
 
@@ -148,8 +152,40 @@ __all__ = [
     "scaled_value_and_grad",
     "set_full_masters",
     "set_loss_scale",
-    "smooth_loss_scale",
     "static_loss_scale",
     "unscale",
     "where_applied",
 ]
+
+# What is loaded when it is first used: what needs more of JAX than it promises to keep,
+# and the classes that only pickles name.
+_LATER = {
+    "autocast": "_autocast.transform",
+    "autocast_report": "_autocast.report",
+    "diagnostics": "diagnostics",
+    "full_precision": "_autocast.markers",
+    "low_precision": "_autocast.markers",
+    "plotting": "plotting",
+    "save_products": "_autocast.loops",
+    "AverageAfterState": "compat._keras_parts",
+    "CompactMasterWeightsState": "_ground.states",
+    "DecayFirstState": "compat._keras_parts",
+    "DeepSpeedRuleState": "presets._settings",
+    "DynamicRuleState": "_scaling.rules",
+    "FairseqRuleState": "presets._settings",
+    "HeadroomRuleState": "_scaling.headroom",
+    "MasterWeightsState": "_ground.states",
+    "Unscaled": "_ground.states",
+}
+
+
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = _importlib.import_module(f"{__name__}.{_LATER[name]}")
+        return getattr(module, name, module)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

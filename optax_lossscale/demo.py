@@ -26,8 +26,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import optax_lossscale as ols
-from optax_lossscale._checks import check_output_file, check_picture_file
-from optax_lossscale._types import PyTree
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale.plotting._files import check_output_file, check_picture_file
 
 try:
     import flax.linen as nn
@@ -50,7 +50,6 @@ TIMES_COUNTED = 20  # In a run, how often flushed gradient entries are counted.
 
 RULES = {
     "dynamic": ols.dynamic_loss_scale(growth_interval=200),
-    "smooth": ols.smooth_loss_scale(growth_bits=1 / 200),
     "headroom": ols.headroom_loss_scale(),
 }
 VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
@@ -214,7 +213,7 @@ def format_table(runs: dict[str, list[Run]]) -> str:
 
 
 def plot(runs: dict[str, Run], file: Path) -> None:
-    """Draws the loss curves, with the loss scales beneath, into a PNG file."""
+    """Draws the loss curves, with the loss scales beneath, into a file."""
     static, dynamic = f"float16_static (always {STATIC_SCALE:g})", "float16_dynamic"
     shown = {static if name == "float16_static" else name: runs[name] for name in runs}
     losses = {label: run.losses for label, run in shown.items()}

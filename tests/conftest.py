@@ -9,7 +9,7 @@ import hypothesis
 import jax
 import pytest
 
-from helpers.inner import standard_promotion
+from helpers import inner
 
 jax.config.update("jax_num_cpu_devices", int(os.getenv("JAX_NUM_CPU_DEVICES", "8")))
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -21,14 +21,17 @@ HAS_FRAMEWORKS = importlib.util.find_spec("haiku") is not None
 collect_ignore = [] if HAS_FRAMEWORKS else [str(folder) for folder in FOREIGN]
 
 
+@pytest.fixture
+def standard_promotion():
+    """JAX's own promotion of dtypes and ranks, which other libraries rely on."""
+    with inner.standard_promotion():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _foreign_code_is_not_strict(request):
-    """Other libraries rely on JAX's own promotion of dtypes and ranks."""
-    if not any(folder in request.path.parents for folder in FOREIGN):
-        yield
-        return
-    with standard_promotion():
-        yield
+    if any(folder in request.path.parents for folder in FOREIGN):
+        request.getfixturevalue("standard_promotion")
 
 
 def pytest_configure(config):

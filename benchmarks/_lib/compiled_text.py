@@ -50,7 +50,7 @@ def bytes_of(types: str) -> int:
 
 
 def bits_of(dtype: str) -> int:
-    """Returns the bits of an entry, such as 8 of `f8e4m3fn`."""
+    """Returns the bits of an entry, such as 16 of `f16`."""
     digits = re.search(r"\d+", dtype)
     return BITS.get(dtype) or int(digits[0] if digits else 0)
 

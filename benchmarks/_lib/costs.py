@@ -35,15 +35,9 @@ class Cost(NamedTuple):
 
 
 def compile_step(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    device: Any,
-    options: dict[str, Any] | None = None,
+    step: Callable[..., Any], args: tuple[Any, ...], device: Any
 ) -> tuple[Any, Cost]:
-    """Compiles a step with parameters and state, its first two arguments, donated.
-
-    `options` are further options of XLA.
-    """
+    """Compiles a step with parameters and state, its first two arguments, donated."""
     sharding = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
@@ -53,7 +47,7 @@ def compile_step(
     trace_s = time.perf_counter() - start
     lowered = traced.lower()
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    compiled = lowered.compile()
     compile_s = time.perf_counter() - start
     program = compiled.as_text()
     moved, kernels = bytes_and_kernels(program)

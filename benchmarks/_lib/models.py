@@ -128,8 +128,7 @@ class ConvNeXtBlock(nn.Module):
 class Encoder(nn.Module):
     """Pre-norm transformer of `depth` blocks with a residual stream of `width`.
 
-    `project` computes the products that lead back to the residual stream. `float8` is
-    a class of Flax that computes all products of weights.
+    `project` computes the products that lead back to the residual stream.
     """
 
     width: int = 64
@@ -138,23 +137,16 @@ class Encoder(nn.Module):
     dtype: Any = None
     project: Any = None
     heads: int = 4
-    float8: Any = None
 
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.is_causal else None
-        dense = functools.partial(
-            nn.Dense, dtype=self.dtype, dot_general_cls=self.float8
-        )
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
         x = dense(self.width)(x)
         for _ in range(self.depth):
             y = nn.LayerNorm(dtype=self.dtype)(x)
             attention = nn.SelfAttention(
-                self.heads,
-                dtype=self.dtype,
-                out_dot_general=self.project,
-                qkv_dot_general_cls=self.float8,
-                out_dot_general_cls=self.float8,
+                self.heads, dtype=self.dtype, out_dot_general=self.project
             )
             x = x + attention(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
@@ -177,7 +169,6 @@ class Decoder(nn.Module):
     dtype: Any = None
     sharding: Any = None
     heads: int = 4
-    float8: Any = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -198,7 +189,6 @@ class Decoder(nn.Module):
             dtype=self.dtype,
             project=project,
             heads=self.heads,
-            float8=self.float8,
         )
         x = nn.LayerNorm(dtype=self.dtype)(encoder(x + positions))
         return self.split(embed.attend(x))

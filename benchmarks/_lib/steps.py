@@ -58,7 +58,6 @@ WAYS = {
     "float32, highest": Way(precision="highest"),
     "TF32": Way(precision="tensorfloat32"),
     "autocast, bfloat16": Way(level="O1", low_dtype=jnp.bfloat16),
-    "autocast, float8": Way(level="O1", low_dtype=jnp.float8_e4m3fn),
     "O2, masters": Way(level="O2", masters="full", grad_bytes=2),
 }
 UNSCALED_WAYS = [
@@ -67,7 +66,6 @@ UNSCALED_WAYS = [
     "TF32",
     "by hand, bfloat16",
     "autocast, bfloat16",
-    "autocast, float8",
 ]
 SCALERS = {
     "none": None,

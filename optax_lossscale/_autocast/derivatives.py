@@ -11,12 +11,10 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.experimental import jet
 from jax.extend import core
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from optax_lossscale._autocast.float8 import PRECISION_OF_GRADIENTS, of_cotangent
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
@@ -26,9 +24,13 @@ from optax_lossscale._autocast.products import (
     product_of,
     to_low,
 )
-from optax_lossscale._jax_internals import register_nan_check
-from optax_lossscale._jaxprs import aval_of, bind, read
-from optax_lossscale._types import Arrays
+from optax_lossscale._ground.types import Arrays
+from optax_lossscale._programs.jax_internals import (
+    jet,
+    jet_rules,
+    register_nan_check,
+)
+from optax_lossscale._programs.jaxprs import aval_of, bind, read
 
 Aval: TypeAlias = jax.core.ShapedArray
 Tangent: TypeAlias = jax.Array | ad.Zero
@@ -61,11 +63,10 @@ def _transpose(
         return gradients
     factor = operands[place].aval
     others: list[Any] = [x for i, x in enumerate(operands) if i != place]
-    float8 = product.float8 and of_cotangent(product.float8[1 - place])
     avals = map(jax.typeof, (cotangent, *others))
     program = _transposed(product, place, factor, *avals)
-    low = product._replace(out=factor.dtype, float8=float8)
-    gradients[place] = _with_low_products(program, low, cotangent, *others)
+    low = product._replace(out=factor.dtype)
+    gradients[place] = _evaluate_rule(program, low, cotangent, *others)
     return gradients
 
 
@@ -74,7 +75,7 @@ def _batch(
 ) -> tuple[jax.Array, int]:
     axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
     program = _batched(product, axes, *map(jax.typeof, operands))
-    return _with_low_products(program, product, *operands), 0
+    return _evaluate_rule(program, product, *operands), 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,41 +116,27 @@ def _in_float32(aval: Aval) -> Aval:
     return wide
 
 
-def _with_low_products(
+def _evaluate_rule(
     program: core.ClosedJaxpr, product: Product, *operands: jax.Array
 ) -> jax.Array:
     """Evaluates a rule of JAX, with each product in it as low as the given one."""
     values = dict(zip(program.jaxpr.invars, operands, strict=True))
-    # Which factor it is, of each variable that is one or was moved.
-    factors = {variable: i for i, variable in enumerate(program.jaxpr.invars[:2])}
-
     for equation in program.jaxpr.eqns:
         inputs = [read(atom, values) for atom in equation.invars]
         (result,) = equation.outvars
-        moved = [x for x in equation.invars if isinstance(x, core.Var) and x in factors]
-        first = factors[moved[0]] if moved else 0
         if equation.primitive in PRODUCTS:
-            low = _as_low_as(product, equation, is_swapped=first == 1)
+            low = _as_low_as(product, equation)
             values[result] = low_product_p.bind(*inputs, product=low)
         else:
             (values[result],) = bind(equation.primitive, inputs, equation.params)
-            factors[result] = first
     # Of empty factors JAX's rule makes zeros, in float32.
     return lax.convert_element_type(read(program.jaxpr.outvars[0], values), product.out)
 
 
-def _as_low_as(
-    product: Product, equation: core.JaxprEqn, *, is_swapped: bool
-) -> Product:
+def _as_low_as(product: Product, equation: core.JaxprEqn) -> Product:
     """The product in a rule, with the dtypes and the precision of the given one."""
-    float8 = product.float8
-    if float8 is not None and is_swapped:
-        float8 = float8[::-1]
-    precision = dict(product.params)["precision"]
-    if float8 is not None and product.out == FLOAT32:
-        precision = PRECISION_OF_GRADIENTS
-    params = {**equation.params, "precision": precision}
-    return product_of(equation.replace(params=params), product.low, product.out, float8)
+    params = {**equation.params, "precision": dict(product.params)["precision"]}
+    return product_of(equation.replace(params=params), product.low, product.out)
 
 
 def _jet(
@@ -157,7 +144,7 @@ def _jet(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The Taylor series of a product, which JAX's function knows for its own ones."""
     function = functools.partial(as_written, product=product)
-    result: tuple[jax.Array, list[jax.Array]] = jet.jet(
+    result: tuple[jax.Array, list[jax.Array]] = jet(
         function, primals, series, factorial_scaled=False
     )
     return result
@@ -201,6 +188,6 @@ _RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "h
 ad.primitive_jvps[low_product_p] = _jvp
 ad.primitive_transposes[low_product_p] = _transpose
 batching.primitive_batchers[low_product_p] = _batch
-jet.jet_rules[low_product_p] = _jet  # type: ignore[assignment]
+jet_rules[low_product_p] = _jet
 pe.partial_eval_jaxpr_custom_rules[low_product_p] = _ask_policy
 register_nan_check(low_product_p)

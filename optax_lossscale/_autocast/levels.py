@@ -8,12 +8,10 @@
 | O3 | O1, traced with low arguments; running statistics stay as they are |
 """
 
-import contextlib
-import contextvars
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,30 +19,14 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from optax_lossscale._autocast.float8 import has_rules
-from optax_lossscale._jaxprs import scope_of, user_line, where_written
-from optax_lossscale._nnx import flax_nnx
-from optax_lossscale._normalization import in_normalization
-from optax_lossscale._tree import path_name
-from optax_lossscale._types import PyTree
+from optax_lossscale._ground.nnx import flax_nnx
+from optax_lossscale._ground.normalization import in_normalization
+from optax_lossscale._ground.tree import path_name
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._programs.jaxprs import scope_of, user_line, where_written
 
 LEVELS = ("O0", "O1", "O2", "O3")
-
-
-_LEFT: contextvars.ContextVar[Sequence[str]] = contextvars.ContextVar(
-    "left", default=()
-)
 _LINE = re.compile(r":\d+ \(.*\)$")  # As in "model.py:12 (loss_fn)".
-
-
-@contextlib.contextmanager
-def left_in_float32(names: Sequence[str]) -> Iterator[None]:
-    """Adds names to `high` in all calls of `autocast` inside the `with` block."""
-    token = _LEFT.set(names)
-    try:
-        yield
-    finally:
-        _LEFT.reset(token)
 
 
 class Settings(NamedTuple):
@@ -55,7 +37,6 @@ class Settings(NamedTuple):
       level: `"O0"` to `"O3"`.
       high: Scopes and lines whose products stay as written; a scope ends with a slash.
       recompute: Whether loops compute cheap operations again in their backward pass.
-      has_float8: Whether products take float8 operands where that is worth it.
       scope: The names of the scopes around the program, if `high` holds any.
     """
 
@@ -63,7 +44,6 @@ class Settings(NamedTuple):
     level: str
     high: tuple[str, ...]
     recompute: bool
-    has_float8: bool
     scope: tuple[str, ...] = ()
 
     @property
@@ -71,18 +51,11 @@ class Settings(NamedTuple):
         """Whether the function is traced with low arguments."""
         return self.level in ("O2", "O3")
 
-    def with_left(self) -> "Settings":
-        """The settings with what `left_in_float32` names."""
-        return self._replace(high=(*self.high, *_LEFT.get()))
-
     def inside(self, equation: core.JaxprEqn) -> "Settings":
         """The settings for the programs that an equation holds."""
-        if not (self.high or self.has_float8):
+        if not self.high:
             return self
-        return self._replace(
-            has_float8=self.has_float8 and not has_rules(equation),
-            scope=(*self.scope, *scope_of(equation)) if self.high else (),
-        )
+        return self._replace(scope=(*self.scope, *scope_of(equation)))
 
     def is_high(self, equation: core.JaxprEqn) -> bool:
         """Whether an equation is in one of the scopes or lines of `high`."""
@@ -125,11 +98,7 @@ def _line_of(equation: core.JaxprEqn) -> str | None:
 
 
 def make_settings(
-    dtype: DTypeLike,
-    level: str,
-    high: Sequence[str],
-    recompute: bool,
-    otherwise: DTypeLike | None,
+    dtype: DTypeLike, level: str, high: Sequence[str], recompute: bool
 ) -> Settings:
     """Checks the arguments of `autocast`."""
     if level not in LEVELS:
@@ -137,39 +106,17 @@ def make_settings(
             f"`level` must be one of {', '.join(LEVELS)}, got {level!r}."
             f"{_did_you_mean(str(level).upper().replace('0', 'O', 1), LEVELS)}"
         )
-    dtype = _floating_dtype("dtype", dtype)
-    has_float8 = dtype == jnp.float8_e4m3fn
-    if dtype.itemsize == 1 and not has_float8:
-        raise ValueError(
-            f"`dtype` must be float8_e4m3fn, float16 or bfloat16, got {dtype}. (Values "
-            "are in float8_e4m3fn; cotangents then are in float8_e5m2.)"
-        )
-    if otherwise is not None and not has_float8:
-        raise ValueError(
-            f"`otherwise` goes with float8 only, got {otherwise!r} with {dtype}. (It "
-            "is the dtype of products that are not computed in float8.)"
-        )
-    if has_float8 and level in ("O2", "O3"):
-        raise ValueError(
-            f"`level` must be O0 or O1 with float8, got {level!r}. (At O2 and O3 the "
-            "factors of products are narrower than float32 before they are rounded.)"
-        )
-    if has_float8:
-        dtype = _floating_dtype("otherwise", otherwise or jnp.bfloat16)
-        if dtype.itemsize != 2:
-            raise ValueError(f"`otherwise` must be bfloat16 or float16, got {dtype}.")
-    if dtype.itemsize != 2:
-        raise ValueError(
-            f"`dtype` must be narrower than float32, got {dtype}. (Did you mean "
-            "float16?)"
-        )
-    return Settings(dtype, level, _names_from(high), bool(recompute), has_float8)
+    dtype = _floating_dtype(dtype)
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        hint = " (Did you mean float16?)" if dtype == jnp.float32 else ""
+        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype}.{hint}")
+    return Settings(dtype, level, _names_from(high), bool(recompute))
 
 
-def _floating_dtype(setting: str, dtype: DTypeLike) -> jnp.dtype:
+def _floating_dtype(dtype: DTypeLike) -> jnp.dtype:
     hint = f" (Did you mean `level={dtype!r}`?)" if str(dtype) in LEVELS else ""
     if dtype is None or hint or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`{setting}` must be a floating dtype, got {dtype!r}.{hint}")
+        raise TypeError(f"`dtype` must be a floating dtype, got {dtype!r}.{hint}")
     return jnp.dtype(dtype)
 
 
@@ -192,16 +139,15 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (Did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
-def kept_leaves(tree: PyTree, settings: Settings) -> dict[int, PyTree]:
-    """The leaves of the arguments that O2 or O3 does not cast, by their identities.
+def are_kept(tree: PyTree, settings: Settings) -> list[bool]:
+    """For each leaf of the arguments, whether O2 or O3 leaves it as it is.
 
     These are running statistics, and at O2 the leaves of normalization layers.
     """
     flags = _are_statistics(tree)
     if settings.level == "O2":
         flags = [a or b for a, b in zip(flags, in_normalization(tree), strict=True)]
-    pairs = zip(jax.tree.leaves(tree), flags, strict=True)
-    return {id(leaf): leaf for leaf, flag in pairs if flag}
+    return flags
 
 
 def _are_statistics(tree: PyTree) -> list[bool]:

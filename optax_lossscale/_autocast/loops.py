@@ -12,8 +12,13 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
-from optax_lossscale._jax_internals import NEWER_ELEMENTWISE, pvary_p, remat_p, split_p
-from optax_lossscale._jaxprs import (
+from optax_lossscale._programs.jax_internals import (
+    NEWER_ELEMENTWISE,
+    pvary_p,
+    remat_p,
+    split_p,
+)
+from optax_lossscale._programs.jaxprs import (
     Program,
     consts_of,
     equations_of,

@@ -16,16 +16,14 @@ from jax import lax
 from jax.extend import core, source_info_util
 from jax.typing import DTypeLike
 
-from optax_lossscale._jaxprs import scopes_of
-from optax_lossscale._nnx import map_leaves
-from optax_lossscale._tree import are_same
-from optax_lossscale._types import PyTree
+from optax_lossscale._autocast.context import context, traced_for
+from optax_lossscale._ground.nnx import map_leaves
+from optax_lossscale._ground.tree import are_same
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._programs.jaxprs import scopes_of
 
 _FULL, _LOW = "optax_lossscale.full_precision", "optax_lossscale.low_precision"
 _REASONS = {_FULL: "full_precision", _LOW: "low_precision"}
-# The low dtype for which `autocast` traces. JAX does not reuse what it traced for
-# another one, or for none.
-traced_for = jax.make_user_context(None)
 
 
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -115,7 +113,7 @@ def _call_full(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTr
 
 
 def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    dtype = traced_for.value
+    dtype = context.value.dtype
     # A derivative rule is traced under the names of its function.
     names = [element.name for element in source_info_util.current_name_stack().stack]
     if dtype is None or any(name in _REASONS for name in names):
@@ -131,13 +129,13 @@ def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTre
 
 def cast_arrays(tree: PyTree, old: DTypeLike, new: DTypeLike) -> PyTree:
     """Casts the arrays of one dtype in a tree, but not those of `flax.nnx` modules."""
+    return map_leaves(lambda leaf: cast_array(leaf, old, new), tree)
 
-    def cast(leaf: PyTree) -> PyTree:
-        is_array = isinstance(leaf, jax.Array | np.ndarray)
-        is_old = is_array and leaf.dtype == old
-        return lax.convert_element_type(leaf, new) if is_old else leaf
 
-    return map_leaves(cast, tree)
+def cast_array(leaf: PyTree, old: DTypeLike, new: DTypeLike) -> PyTree:
+    """Casts an array of one dtype; any other object is returned as it is."""
+    is_old = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype == old
+    return lax.convert_element_type(leaf, new) if is_old else leaf
 
 
 def reason_of_marker(equation: core.JaxprEqn) -> str | None:

@@ -1,95 +1,42 @@
-"""Call a function with arrays as its arguments and results, whatever it is given.
+"""Trace a call of a function, whatever it is given, and finish the call later.
 
-What is traced takes arrays and returns arrays. A function may take more: numbers and
-functions, which are static, and modules of Flax, which it may change in place. A module
-of `flax.nnx` is taken apart before the call, put together inside it and updated after
-it, as in the transformations of Flax itself. A module of `flax.linen` that is bound
-writes the variables of its scope, which then get the results of the evaluation.
+A program takes and returns arrays of JAX. Whatever else stands in the arguments reaches
+the function as it is, and whatever else it returns is returned as it is: numbers,
+functions, arrays of NumPy (as in Equinox's `filter_eval_shape`). Modules of Flax, which
+the function may change, are not changed before the call is finished.
 """
 
+import contextlib
 import functools
-import itertools
 import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
-from jax.tree_util import Partial, PyTreeDef
+from jax.tree_util import Partial
 
-from optax_lossscale._jax_internals import linen_modules_around
-from optax_lossscale._nnx import (
+from optax_lossscale._ground.nnx import (
     explain_changes,
+    flatten,
     flax_nnx,
     is_variable,
-    map_modules,
+    leaves_of,
     modules_of,
-    one_of_each,
 )
-from optax_lossscale._tree import are_same
-from optax_lossscale._types import Arrays, PyTree
+from optax_lossscale._ground.tree import are_same
+from optax_lossscale._ground.types import Arrays, PyTree
+from optax_lossscale._programs.jax_internals import linen_modules_around
 
 _TAG = "optax_lossscale.autocast"
-_SLOT = object()  # Stands in the place of a module.
 _EMPTY = types.CellType()  # Of a variable that is not assigned yet.
-
-
-class Rest(NamedTuple):
-    """What remains of a tree without the arrays that are traced.
-
-    Attributes:
-      structure: The structure of the tree.
-      others: Its leaves, with None in the places of arrays.
-      flags: For each leaf, whether it is such an array.
-    """
-
-    structure: PyTreeDef
-    others: list[PyTree]
-    flags: list[bool]
-
-    def merge(self, arrays: Arrays) -> PyTree:
-        """The tree with these arrays in its places."""
-        given, pairs = iter(arrays), zip(self.others, self.flags, strict=True)
-        leaves = [next(given) if is_traced else other for other, is_traced in pairs]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def partition(tree: PyTree) -> tuple[list[jax.Array], Rest]:
-    """The arrays of a tree that are traced, and the rest of it.
-
-    Outside of `jit`, arrays of integers and bools are not traced, so that they can be
-    the bounds of loops that are differentiated.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    # A traced integer can be the index of an array of JAX, but not of one of NumPy.
-    leaves = [jnp.asarray(x) if _is_of_numpy(x) else x for x in leaves]
-    flags = list(map(_is_traced, leaves))
-    pairs = zip(leaves, flags, strict=True)
-    others = [None if flag else leaf for leaf, flag in pairs]
-    rest = Rest(structure, others, flags)
-    return list(itertools.compress(leaves, flags)), rest
-
-
-def _is_traced(leaf: PyTree) -> bool:
-    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-        return True
-    kinds = (jnp.integer, jnp.bool_)
-    return isinstance(leaf, jax.Array) and not any(
-        jnp.issubdtype(leaf.dtype, kind) for kind in kinds
-    )
-
-
-def _is_of_numpy(leaf: PyTree) -> bool:
-    """Whether it is an array of NumPy that JAX has too: not of strings or dates."""
-    is_array = isinstance(leaf, np.ndarray)
-    return is_array and leaf.dtype.isnative and hasattr(jnp, leaf.dtype.name)
+_Finish: TypeAlias = Callable[[PyTree], PyTree]
 
 
 class Traced(NamedTuple):
-    """A call of a function that is traced, and not evaluated yet.
+    """A call that was traced, and that has changed nothing yet.
 
     Attributes:
       program: What was traced.
@@ -103,16 +50,56 @@ class Traced(NamedTuple):
 
 
 def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
-    """Traces `fun(*args)`."""
-    arrays, rest = partition(args)
+    """Traces `fun(*args)`, which must change nothing."""
+    leaves, structure = jax.tree.flatten(args)
+    arrays, others = _partition(map(_is_input, leaves), leaves)
 
     def flat(*arrays: jax.Array) -> Partial:
-        results, other_results = partition(fun(*rest.merge(arrays)))
-        # A `Partial` is a pytree of its arrays, with the function as static data.
-        return Partial(other_results.merge, results)
+        results = fun(*jax.tree.unflatten(structure, _combine(arrays, others)))
+        leaves, new_structure = jax.tree.flatten(results)
+        are_traced = (isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        new_arrays, new_others = _partition(are_traced, leaves)
+
+        def finish(arrays: Arrays) -> PyTree:
+            return jax.tree.unflatten(new_structure, _combine(arrays, new_others))
+
+        return Partial(finish, new_arrays)  # A pytree of arrays, with the rest static.
 
     program, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     return Traced(program, arrays, results.func)
+
+
+def trace_call(
+    fun: Callable[..., PyTree],
+    args: PyTree,
+    kwargs: PyTree,
+    scopes: Sequence[Any] = (),
+    lower: Callable[[PyTree], tuple[PyTree, _Finish]] | None = None,
+) -> Traced:
+    """Traces `fun(*args, **kwargs)`, which may change modules and scopes of linen.
+
+    `lower` returns what the function gets in the place of `(fun, args, kwargs)`, and a
+    function that makes the results from those that it returns.
+    """
+    tree = fun, args, kwargs
+    low, restore = (tree, _as_it_is) if lower is None else lower(tree)
+    finish: _Finish
+    pure, inputs, finish = _call_tree, low, _as_it_is
+    if modules_of(tree):
+        pure, inputs, finish = _without_modules(tree, low)
+    if scopes:
+        pure, finish = _without_variables(scopes, pure, finish)
+    traced = trace(pure, *inputs)
+    return traced._replace(finish=lambda x: finish(restore(traced.finish(x))))
+
+
+def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+    with explain_changes():
+        return fun(*args, **kwargs)
+
+
+def _as_it_is(tree: PyTree) -> PyTree:
+    return tree
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:
@@ -131,77 +118,110 @@ def call_partial(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> Py
     return fun(*args, **kwargs)
 
 
-def call_with_states(
-    call: Callable[..., PyTree],
-    fun: Callable[..., PyTree],
-    args: PyTree,
-    kwargs: PyTree,
-    *,
-    is_update: bool = True,
-) -> PyTree:
-    """Returns `fun(*args, **kwargs)`, evaluated by `call(pure, *arguments)`.
+def _is_input(leaf: PyTree) -> bool:
+    """Whether a leaf is an input of the program.
 
-    If `is_update`, the modules of `flax.nnx` take the changes that `fun` makes to them.
+    Outside of `jit`, arrays of integers and bools are not, so that they can be the
+    bounds of loops that are differentiated.
     """
-    tree = as_partial(fun), args, kwargs
-    if not modules_of(tree):
-        return call(_call_tree, *tree)
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return True
+    kinds = (jnp.integer, jnp.bool_)
+    return isinstance(leaf, jax.Array) and not any(
+        jnp.issubdtype(leaf.dtype, kind) for kind in kinds
+    )
+
+
+def _partition(flags: Iterable[bool], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The leaves with a flag, and all leaves with None in the places of these."""
+    pairs = list(zip(flags, leaves, strict=True))
+    flagged = [leaf for flag, leaf in pairs if flag]
+    return flagged, [None if flag else leaf for flag, leaf in pairs]
+
+
+def _combine(flagged: Iterable[Any], others: list[Any]) -> list[Any]:
+    """All leaves again, from what `_partition` returned. None is never a leaf."""
+    given = iter(flagged)
+    return [next(given) if leaf is None else leaf for leaf in others]
+
+
+# --- Modules of flax.nnx ----------------------------------------------------------
+# They are taken apart before the call, put together inside, and updated after it, as in
+# the transformations of Flax.
+
+
+def _without_modules(
+    tree: PyTree, low: PyTree
+) -> tuple[Callable[..., PyTree], PyTree, _Finish]:
+    """A call in which values stand for modules. `low` has those to trace with."""
     nnx = flax_nnx()
-    modules, arguments = _take_modules(tree)
+    graph, leaves, objects = _take_apart(modules_of(tree))
+    modules, others, structure = _take_modules(low)
+    low_leaves = leaves if low is tree else _take_apart(modules)[1]
+    # A variable that has several places in the tree has the value of the first.
+    values = [_value_of(low_leaves[path]) for path in leaves]
 
-    def pure(
-        arguments: PyTree, values: list[PyTree]
-    ) -> tuple[PyTree, dict[int, PyTree] | list[PyTree], Any]:
-        with nnx.merge_context(_TAG, inner=True) as context:
-            inside = context.unflatten(graph, values)
-        results = _call_tree(*_put_modules(arguments, inside))
-        made, results = _take_modules(results)
-        with nnx.split_context() as context:
-            new_graph, new_values = context.flatten(inside, with_paths=False)
-        if new_graph == graph and not made:
-            pairs = enumerate(zip(values, new_values, strict=True))
-            changes = {i: new for i, (old, new) in pairs if not _is_same(old, new)}
-            if all(is_variable(leaves[i]) for i in changes):
-                return results, changes, None
-        with nnx.split_context(_TAG) as context:
-            new_graph, new_values = context.flatten((inside, made), with_paths=False)
-        return results, new_values, new_graph
+    def pure(others: list[PyTree], values: list[PyTree]) -> PyTree:
+        with nnx.update_context(_TAG):
+            with nnx.merge_context(_TAG, inner=True) as context:
+                inside, _ = context.unflatten(graph, values)
+            results = _call_tree(
+                *jax.tree.unflatten(structure, _combine(inside, others))
+            )
+            made, *rest = _take_modules(results)
+            with nnx.split_context(_TAG) as context:
+                return rest, context.flatten((inside, made), with_paths=False)
 
-    with nnx.update_context(_TAG):
-        with nnx.split_context(_TAG) as context:
-            graph, pairs = context.flatten(modules)
-        leaves = [leaf for _, leaf in pairs]
-        results, changes, new_graph = call(
-            pure, arguments, list(map(_value_of, leaves))
-        )
-        if not is_update:
-            with nnx.merge_context() as context:
-                made = context.unflatten(new_graph, changes)[1] if new_graph else []
-            return _put_modules(results, made)
+    def finish(results: PyTree) -> PyTree:
+        (others, structure), new = results
         with explain_changes():
-            if new_graph is None:
-                for i, value in changes.items():
-                    nnx.update(leaves[i], value)
-                return results
-            _check_may_change(modules)
-            with nnx.merge_context(_TAG, inner=False) as context:
-                _, made = context.unflatten(new_graph, changes)
-        return _put_modules(results, made)
+            made = _update(graph, leaves, objects, *new)
+        return jax.tree.unflatten(structure, _combine(made, others))
+
+    return pure, (others, values), finish
 
 
-def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    with explain_changes():
-        return fun(*args, **kwargs)
+def _take_modules(tree: PyTree) -> tuple[list[Any], list[Any], Any]:
+    """The modules in a tree, its leaves without them, and its structure."""
+    leaves, structure = flatten(tree)
+    kinds = set(map(type, modules_of(tree)))
+    return *_partition((type(leaf) in kinds for leaf in leaves), leaves), structure
 
 
-def _check_may_change(modules: Sequence[Any]) -> None:
-    """Has Flax refuse to change any object in some modules, before one is changed."""
+def _take_apart(modules: list[Any]) -> tuple[Any, dict[Any, Any], dict[int, Any]]:
+    """Graph and leaves of modules, by path, and their objects by number in the graph.
+
+    A leaf is a variable, or an array outside of variables.
+    """
+    with flax_nnx().split_context() as context:
+        graph, leaves = context.flatten((modules, []))
+        objects = {index: node for node, index in context.ref_index.items()}
+    return graph, dict(leaves), objects
+
+
+def _update(
+    graph: Any,
+    leaves: dict[Any, Any],
+    objects: dict[int, Any],
+    new_graph: Any,
+    values: list[PyTree],
+) -> list[Any]:
+    """Changes modules, and returns those that the function has returned."""
     nnx = flax_nnx()
-    for _, node in nnx.iter_graph(modules):
-        if is_variable(node):
-            nnx.update(node, _value_of(node))
-        elif hasattr(node, "_check_valid_context"):
+    if new_graph.with_no_outer_index() == graph:
+        pairs = zip(leaves.values(), values, strict=True)
+        changed = [(leaf, x) for leaf, x in pairs if not _has_value(leaf, x)]
+        if all(is_variable(leaf) for leaf, _ in changed):
+            for variable, value in changed:
+                nnx.update(variable, value)
+            return []
+    # Flax may refuse to change a module, and then must not have emptied it before.
+    for node in objects.values():
+        if hasattr(node, "_check_valid_context"):
             node._check_valid_context(lambda: "from a different trace level")
+    returned: list[Any]
+    _, returned = nnx.unflatten(new_graph, values, outer_index_outer_ref=objects)
+    return returned
 
 
 def _value_of(leaf: PyTree) -> PyTree:
@@ -212,20 +232,12 @@ def _value_of(leaf: PyTree) -> PyTree:
     return value
 
 
-def _is_same(old: PyTree, new: PyTree) -> bool:
-    return are_same(jax.tree.leaves(old), jax.tree.leaves(new))
+def _has_value(leaf: PyTree, value: PyTree) -> bool:
+    return are_same(jax.tree.leaves(_value_of(leaf)), jax.tree.leaves(value))
 
 
-def _take_modules(tree: PyTree) -> tuple[list[Any], PyTree]:
-    """The modules in a tree, and the tree with slots in their places."""
-    modules = modules_of(tree)
-    return modules, map_modules(lambda module: _SLOT, tree) if modules else tree
-
-
-def _put_modules(tree: PyTree, modules: Sequence[Any]) -> PyTree:
-    """The tree with modules in its slots."""
-    given = iter(modules)
-    return jax.tree.map(lambda leaf: next(given) if leaf is _SLOT else leaf, tree)
+# --- Modules of flax.linen --------------------------------------------------------
+# They write the variables of a scope, which get their old values back after the trace.
 
 
 def is_unbound(fun: Any) -> bool:
@@ -235,16 +247,14 @@ def is_unbound(fun: Any) -> bool:
     return is_linen and fun.scope is None and fun.parent is None
 
 
-def linen_scopes_of(fun: Callable[..., PyTree], leaves: Sequence[Any]) -> list[Any]:
-    """The root scopes of linen modules: some leaves, in a closure, around the call."""
+def linen_scopes_of(fun: Callable[..., PyTree], *args: PyTree) -> list[Any]:
+    """The root scopes of linen modules: arguments, in a closure, around the call."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return []
     cells = [x for x in getattr(fun, "__closure__", None) or () if x != _EMPTY]
-    objects = [*leaves, *(cell.cell_contents for cell in cells)]
-    objects += linen_modules_around()
-    if not any(isinstance(x, linen.Module) for x in one_of_each(objects)):
-        return []
+    objects = [*leaves_of((as_partial(fun), *args)), *linen_modules_around()]
+    objects += [cell.cell_contents for cell in cells]
     modules = [x for x in objects if isinstance(x, linen.Module)]
     scopes = [module.scope.root for module in modules if module.scope is not None]
     return list(dict.fromkeys(scopes))
@@ -255,27 +265,30 @@ def are_initializing(scopes: Sequence[Any]) -> bool:
     return any(scope.get_flag("initializing", False) for scope in scopes)
 
 
-def with_variables(
-    scopes: Sequence[Any], call: Callable[..., PyTree]
-) -> Callable[..., PyTree]:
-    """The same as `call`; the scopes take the variables that the function writes."""
+def _without_variables(
+    scopes: Sequence[Any], call: Callable[..., PyTree], finish: _Finish
+) -> tuple[Callable[..., PyTree], _Finish]:
+    """A call that returns the variables of scopes, too; `finish` writes them."""
 
-    def call_with_variables(fun: Callable[..., PyTree], *args: Any) -> PyTree:
-        old = list(map(_variables_of, scopes))
+    def pure(*args: Any) -> PyTree:
+        with variables_kept(scopes):
+            return call(*args), list(map(_variables_of, scopes))
 
-        def pure(*args: Any) -> tuple[PyTree, list[PyTree]]:
-            results = fun(*args)
-            return results, list(map(_variables_of, scopes))
+    def finish_and_write(results: PyTree) -> PyTree:
+        _write(scopes, results[1])
+        return finish(results[0])
 
-        new = old
-        try:
-            results, new = call(pure, *args)
-        finally:
-            for scope, variables in zip(scopes, new, strict=True):
-                _assign(scope._variables, {**_fixed_of(scope), **variables})
-        return results
+    return pure, finish_and_write
 
-    return call_with_variables
+
+@contextlib.contextmanager
+def variables_kept(scopes: Sequence[Any]) -> Iterator[None]:
+    """A context after which the scopes have their old variables again."""
+    old = list(map(_variables_of, scopes))
+    try:
+        yield
+    finally:
+        _write(scopes, old)
 
 
 def _variables_of(scope: Any) -> dict[str, Any]:
@@ -284,10 +297,11 @@ def _variables_of(scope: Any) -> dict[str, Any]:
     return {name: jax.tree.map(lambda x: x, scope._variables[name]) for name in names}
 
 
-def _fixed_of(scope: Any) -> dict[str, Any]:
-    """The other collections, which are read only."""
-    collections = scope._variables.items()
-    return {k: v for k, v in collections if not scope.is_mutable_collection(k)}
+def _write(scopes: Sequence[Any], variables: Sequence[dict[str, Any]]) -> None:
+    for scope, new in zip(scopes, variables, strict=True):
+        old = scope._variables
+        fixed = {k: v for k, v in old.items() if not scope.is_mutable_collection(k)}
+        _assign(old, {**fixed, **new})
 
 
 def _assign(old: dict[str, Any], new: dict[str, Any]) -> None:

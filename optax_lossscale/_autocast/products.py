@@ -20,9 +20,8 @@ from jax.extend import core
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.interpreters import mlir
 
-from optax_lossscale._autocast.float8 import Factors, multiply
-from optax_lossscale._jax_internals import ragged_dot_general_p
-from optax_lossscale._jaxprs import bind
+from optax_lossscale._programs.jax_internals import ragged_dot_general_p
+from optax_lossscale._programs.jaxprs import bind
 
 PRODUCTS = (
     dot_general_p,
@@ -42,15 +41,12 @@ class Product(NamedTuple):
         pairs, so that they can be hashed.
       low: The dtype to which float32 operands are rounded, float16 or bfloat16.
       out: The dtype of the result.
-      float8: For each factor the float8 dtype to which it is rounded after that, or
-        None for a product in `low`.
     """
 
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
     low: jnp.dtype
     out: jnp.dtype
-    float8: Factors = None
 
     def apply(self, *operands: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
         """The product of operands as they are, with a result dtype."""
@@ -58,16 +54,14 @@ class Product(NamedTuple):
         return bind(self.primitive, operands, params)[0]
 
 
-def product_of(
-    equation: core.JaxprEqn, low: jnp.dtype, out: jnp.dtype, float8: Factors = None
-) -> Product:
+def product_of(equation: core.JaxprEqn, low: jnp.dtype, out: jnp.dtype) -> Product:
     """The low product in place of an equation's product."""
     params = tuple(
         (name, value)
         for name, value in equation.params.items()
         if name != "preferred_element_type"
     )
-    return Product(equation.primitive, params, low, out, float8)
+    return Product(equation.primitive, params, low, out)
 
 
 def to_low(x: jax.Array, low: jnp.dtype) -> jax.Array:
@@ -79,11 +73,6 @@ def as_written(*operands: jax.Array, product: Product, platform: str = "") -> ja
     """The same as operations of JAX, in a form that XLA for a platform can compute."""
     low, out = product.low, product.out
     x, y, *rest = (to_low(operand, low) for operand in operands)
-    if product.float8 is not None:
-        is_cpu = platform == "cpu"
-        return multiply(
-            product.apply, (x, y), product.float8, out, multiplies_float8=not is_cpu
-        )
     if platform in ("cuda", "rocm") and product.primitive is conv_general_dilated_p:
         # cuDNN has no convolution of low factors with a float32 result. XLA would
         # convolve float32 copies of them instead.

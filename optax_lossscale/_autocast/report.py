@@ -1,17 +1,24 @@
 """List the products of a function: in which dtype each computes, and why."""
 
 import collections
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from optax_lossscale._autocast.float8 import VALUES, reason_not_float8
+from optax_lossscale._autocast.context import recorded_calls
 from optax_lossscale._autocast.levels import Settings
-from optax_lossscale._autocast.modules import call_with_states, trace
-from optax_lossscale._autocast.rewrite import Found
-from optax_lossscale._autocast.transform import autocast, calls_of_autocast
-from optax_lossscale._jaxprs import aval_of, trace_anew, user_line, where_written
-from optax_lossscale._types import PyTree
+from optax_lossscale._autocast.modules import (
+    as_partial,
+    call_partial,
+    linen_scopes_of,
+    trace_call,
+    variables_kept,
+)
+from optax_lossscale._autocast.rewrite import Found, products_of
+from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._programs.jaxprs import aval_of, user_line, where_written
 
 
 class _Row(NamedTuple):
@@ -36,7 +43,7 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     * `shapes` are those of the two factors.
     * `scope` names the Linen modules and `jax.named_scope` blocks around it, as they
       can stand in `high`.
-    * `why` says for what reason a product stays as it is written, or is not in float8.
+    * `why` says for what reason a product stays as it is written.
     * `where` is the line of your code that called for it.
 
     Args:
@@ -60,31 +67,24 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
-    calls: list[list[tuple[Found, Settings]]] = []
-
-    def trace_call(fun: Callable[..., PyTree], *args: PyTree) -> Any:
-        trace(autocast(fun), *args)
-        return None, {}, None
-
-    token = calls_of_autocast.set(calls)
-    try:
-        with trace_anew():
-            call_with_states(trace_call, fun, args, kwargs, is_update=False)
-    finally:
-        calls_of_autocast.reset(token)
-    *inside, around = calls  # The last one is that of the line above.
-    products = itertools.chain(*(inside or [around]))
-    _print_table(collections.Counter(_row(*product) for product in products))
+    function = as_partial(fun)
+    scopes = linen_scopes_of(inspect.unwrap(fun), function, args, kwargs)
+    with recorded_calls() as calls, variables_kept(scopes):
+        trace_call(autocast(call_partial), (function, *args), kwargs)
+        *inside, around = calls  # The last one is that of the line above.
+    rows = (
+        _row(product, settings)
+        for program, settings in inside or [around]
+        for product in (products_of(program, settings) if program else ())
+    )
+    _print_table(collections.Counter(rows))
 
 
 def _row(found: Found, settings: Settings) -> _Row:
     """The row of a product."""
-    equation, why = found.equation, found.reason or ""
+    equation = found.equation
     factors = [aval_of(atom) for atom in equation.invars[:2]]
     dtypes = [factor.dtype for factor in factors] if found.reason else [settings.dtype]
-    if settings.has_float8 and found.reason is None:
-        why = reason_not_float8(equation, found.calls) or ""
-        dtypes = dtypes if why else [VALUES]
     shapes = ["x".join(map(str, factor.shape)) for factor in factors]
     # JAX keeps few frames, so perhaps only a call around the product has the line.
     around = [equation, *reversed(found.calls)]
@@ -94,7 +94,7 @@ def _row(found: Found, settings: Settings) -> _Row:
         dtype=" * ".join(dict.fromkeys(map(str, dtypes))),
         shapes=" * ".join(shapes),
         scope="/".join(found.scope),
-        why=why,
+        why=found.reason or "",
         where=next(filter(None, lines), ""),
     )
 

@@ -21,10 +21,10 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from optax_lossscale._autocast.float8 import OF_VALUES, reason_not_float8
+from optax_lossscale._autocast.context import traced_for
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
-from optax_lossscale._autocast.markers import reason_of_marker, traced_for
+from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.modules import Traced, trace
 from optax_lossscale._autocast.products import (
     FLOAT32,
@@ -32,14 +32,16 @@ from optax_lossscale._autocast.products import (
     low_product_p,
     product_of,
 )
-from optax_lossscale._jax_internals import (
+from optax_lossscale._ground.tree import are_same
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._programs.jax_internals import (
     BACKWARD_RULE,
     KERNELS,
     TRACED_RULES,
     pvary_p,
     with_changed_result,
 )
-from optax_lossscale._jaxprs import (
+from optax_lossscale._programs.jaxprs import (
     Atom,
     Program,
     aval_of,
@@ -51,8 +53,6 @@ from optax_lossscale._jaxprs import (
     with_equations,
     with_programs,
 )
-from optax_lossscale._tree import are_same
-from optax_lossscale._types import PyTree
 
 _DEFAULT_PRECISIONS = (
     None,
@@ -68,10 +68,9 @@ def evaluate(traced: Traced, settings: Settings) -> PyTree:
     """The results of a traced call, with low products."""
     program = rewrite(traced.program, settings)
     results = core.jaxpr_as_fun(program)(*traced.arrays)
-    # Of a literal JAX returns the number, without an array around it.
-    are_literals = [isinstance(x, core.Literal) for x in jaxpr_of(program).outvars]
-    pairs = zip(results, are_literals, strict=True)
-    return traced.finish([jnp.asarray(x) if flag else x for x, flag in pairs])
+    # Of a literal or a constant JAX returns what it holds, which may be another array.
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
+    return traced.finish(arrays)
 
 
 def rewrite(program: Program, settings: Settings, *, is_loop: bool = False) -> Program:
@@ -88,7 +87,7 @@ def rewrite(program: Program, settings: Settings, *, is_loop: bool = False) -> P
         low = _rewritten(program, settings)
         if is_loop and settings.recompute and can_recompute(program, low):
             low = recompute_in_backward_pass(low)
-        known[key] = None if low is program else low
+        known.setdefault(key, None if low is program else low)
     return program if known[key] is None else known[key]
 
 
@@ -111,7 +110,7 @@ def _equations_for(
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
         params = {
-            name: _with_low_products(equation.primitive, name, param, settings)
+            name: _rewritten_param(equation.primitive, name, param, settings)
             for name, param in equation.params.items()
         }
         if are_same([*params.values()], [*equation.params.values()]):
@@ -119,9 +118,8 @@ def _equations_for(
         return [equation.replace(params=params)]
     if reason_to_keep(equation, jaxpr, settings.dtype) is not None:
         return [equation]
-    is_float8 = settings.has_float8 and reason_not_float8(equation) is None
     low, out = settings.dtype, aval_of(equation.outvars[0])
-    product = product_of(equation, low, low, OF_VALUES if is_float8 else None)
+    product = product_of(equation, low, low)
     result = core.Var(out.update(dtype=low, weak_type=False))
     params = {"new_dtype": FLOAT32, "weak_type": out.weak_type, "sharding": None}
     return [
@@ -134,10 +132,10 @@ def _equations_for(
     ]
 
 
-def _with_low_products(
+def _rewritten_param(
     primitive: core.Primitive, name: str, param: Any, settings: Settings
 ) -> Any:
-    """A parameter of an equation, with low products in the programs that it holds."""
+    """A parameter of an equation, with the programs that it holds rewritten."""
     if name in TRACED_RULES or name == BACKWARD_RULE:
         change = _low_traced_rule if name in TRACED_RULES else _low_backward_rule
         return with_changed_result(param, functools.partial(change, settings))

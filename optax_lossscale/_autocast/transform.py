@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
-from optax_lossscale._autocast.levels import Settings, kept_leaves, make_settings
-from optax_lossscale._autocast.markers import cast_arrays, traced_for
+from optax_lossscale._autocast.context import context, traced_for
+from optax_lossscale._autocast.levels import Settings, are_kept, make_settings
+from optax_lossscale._autocast.markers import cast_array
 from optax_lossscale._autocast.modules import (
     are_initializing,
     as_partial,
-    call_with_states,
     is_unbound,
     linen_scopes_of,
-    trace,
-    with_variables,
+    trace_call,
 )
-from optax_lossscale._autocast.rewrite import Found, evaluate, products_of
-from optax_lossscale._named_calls import named_calls
-from optax_lossscale._nnx import leaves_of
-from optax_lossscale._types import PyTree
+from optax_lossscale._autocast.rewrite import evaluate, products_of
+from optax_lossscale._ground.types import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The products of each call of `autocast`, while `autocast_report` traces a function.
-calls_of_autocast: contextvars.ContextVar[list[list[tuple[Found, Settings]]] | None]
-calls_of_autocast = contextvars.ContextVar("calls_of_autocast", default=None)
 
 
 @overload
@@ -43,7 +37,6 @@ def autocast(
     level: str = "O1",
     high: Sequence[str] = (),
     recompute: bool = True,
-    otherwise: jax.typing.DTypeLike | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
@@ -53,7 +46,6 @@ def autocast(
     level: str = "O1",
     high: Sequence[str] = (),
     recompute: bool = True,
-    otherwise: jax.typing.DTypeLike | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Callable[..., Any] | None = None,
@@ -62,7 +54,6 @@ def autocast(
     level: str = "O1",
     high: Sequence[str] = (),
     recompute: bool = True,
-    otherwise: jax.typing.DTypeLike | None = None,
 ) -> Callable[..., Any]:
     """Mixed precision for a function: its products run in a low dtype, and only they.
 
@@ -88,29 +79,26 @@ def autocast(
       arguments cast to `dtype`, so that activations, sums and gradients are low, as in
       a model cast by hand; float16 results become float32. Running statistics are not
       cast, and at O2 neither are the parameters of normalization layers.
-    * *float8.* With `float8_e4m3fn`, products of two matrices with sizes that are
-      multiples of 16 round their operands to 8 bits, each scaled by a power of two to
-      its largest magnitude. All other products run in `otherwise`.
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
       The result is a function without parameters: keep the module itself to train it.
     * *Tracing.* Outside of `jax.jit` the function is traced at each call.
 
     Args:
       fun: A pure function of pytrees, which may change Flax modules. Arguments that are
-        not arrays are static. Without it, a decorator is returned.
-      dtype: float16, bfloat16 or float8_e4m3fn.
+        not arrays of JAX, such as arrays of NumPy, reach it as they are. Without it, a
+        decorator is returned.
+      dtype: float16 or bfloat16.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       high: Scopes whose products stay as written, such as `"Net/Dense_0/"`: paths of
-        modules, or names of `jax.named_scope`. Or lines: `"model.py:12 (loss_fn)"`.
+        Linen modules, or names of `jax.named_scope`. Or lines of products, such as
+        `"model.py:12 (loss_fn)"`.
       recompute: Whether loops compute cheap operations again, as said above.
-      otherwise: With float8, the dtype of other products: bfloat16 (the default) or
-        float16.
 
     Returns:
       A function with the signature of `fun` and results of the same dtypes.
 
     Raises:
-      TypeError: If `fun` is not a function, or a dtype is not floating.
+      TypeError: If `fun` is not a function, or `dtype` is not floating.
       ValueError: If a setting is unknown; when called, if a name in `high` has no
         product.
 
@@ -122,10 +110,9 @@ def autocast(
       Array([[0.5, 0.5]], dtype=float32)
 
     References:
-      https://nvidia.github.io/apex/amp.html#opt-levels; `Float8CurrentScaling` of
-      https://github.com/NVIDIA/TransformerEngine.
+      https://nvidia.github.io/apex/amp.html#opt-levels
     """
-    settings = make_settings(dtype, level, high, recompute, otherwise)
+    settings = make_settings(dtype, level, high, recompute)
     decorate = functools.partial(_cast, settings=settings)
     return decorate if fun is None else decorate(fun)
 
@@ -139,65 +126,70 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
         if settings.level == "O0":
-            calls = calls_of_autocast.get()
-            if calls is not None:
-                calls.append([])
+            _record(None, settings)
             return fun(*args, **kwargs)
-        tree = as_partial(fun), args, kwargs
-        scopes = linen_scopes_of(fun, leaves_of(tree))
+        scopes = linen_scopes_of(fun, args, kwargs)
         if are_initializing(scopes):
             with traced_for(settings.dtype):
                 return fun(*args, **kwargs)
-        kept = kept_leaves(tree, settings) if settings.casts_arguments else None
-        call: Callable[..., PyTree] = functools.partial(_call, settings, kept)
-        if scopes:
-            call = with_variables(scopes, call)
-        return call_with_states(call, fun, args, kwargs)
+        lower = (
+            functools.partial(_lower, settings) if settings.casts_arguments else None
+        )
+        with traced_for(settings.dtype), _explain_errors(settings):
+            traced = trace_call(as_partial(fun), args, kwargs, scopes, lower)
+        _record(traced.program.jaxpr, settings)
+        if settings.high:
+            found = list(products_of(traced.program.jaxpr, settings))
+            equations = (each for x in found for each in (*x.calls, x.equation))
+            settings.check_high({x.scope for x in found}, equations)
+        return evaluate(traced, settings)
 
     return cast_fun
 
 
-def _call(
-    settings: Settings,
-    kept: Mapping[int, PyTree] | None,
-    fun: Callable[..., PyTree],
-    *args: PyTree,
-) -> PyTree:
-    """Returns `fun(*args)` with low products; with low arguments if `kept` is given."""
-    if kept is None:
-        return _call_low(settings, fun, *args)
-    args = jax.tree.map(
-        lambda x: x if id(x) in kept else cast_arrays(x, jnp.float32, settings.dtype),
-        args,
-    )
+def _record(program: core.Jaxpr | None, settings: Settings) -> None:
+    if context.value.record is not None:
+        context.value.record((program, settings))
+
+
+def _lower(
+    settings: Settings, tree: PyTree
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """The arguments as O2 and O3 cast them, and a function that casts the results back.
+
+    What the function returns untouched is what it was given, and is not rounded.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    low = [
+        leaf if is_kept else cast_array(leaf, jnp.float32, settings.dtype)
+        for leaf, is_kept in zip(leaves, are_kept(tree, settings), strict=True)
+    ]
+    given = {id(x): (x, leaf) for x, leaf in zip(low, leaves, strict=True)}
+
+    def restore(leaf: PyTree) -> PyTree:
+        if id(leaf) in given:
+            return given[id(leaf)][1]
+        is_array = isinstance(leaf, jax.Array)
+        return cast_array(leaf, settings.dtype, jnp.float32) if is_array else leaf
+
+    return jax.tree.unflatten(structure, low), functools.partial(jax.tree.map, restore)
+
+
+@contextlib.contextmanager
+def _explain_errors(settings: Settings) -> Iterator[None]:
+    """Adds to an error about dtypes what O2 and O3 have to do with it."""
     try:
-        results = _call_low(settings, fun, *args)
+        yield
     except TypeError as error:
-        error.add_note(
-            f"`autocast` at level {settings.level} traced the function with "
-            f"{settings.dtype} arguments, so a loop or a branch may mix "
-            f"{settings.dtype} with float32. Cast the first carry (or the result of a "
-            'branch) to one dtype, or use level "O1", which keeps every dtype as it is '
-            "written."
-        )
+        if settings.casts_arguments:
+            error.add_note(
+                f"`autocast` at level {settings.level} traced the function with "
+                f"{settings.dtype} arguments, so a loop or a branch may mix "
+                f"{settings.dtype} with float32. Cast the first carry (or the result "
+                'of a branch) to one dtype, or use level "O1", which keeps every dtype '
+                "as it is written."
+            )
         raise
-    return cast_arrays(results, settings.dtype, jnp.float32)
-
-
-def _call_low(settings: Settings, fun: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Returns `fun(*args)` with low products."""
-    calls = calls_of_autocast.get()
-    reads_scopes = bool(settings.high) or calls is not None
-    naming = named_calls() if reads_scopes else contextlib.nullcontext()
-    with naming, traced_for(settings.dtype):
-        traced = trace(fun, *args)
-    if reads_scopes:
-        found = list(products_of(traced.program.jaxpr, settings))
-        equations = (each for x in found for each in (*x.calls, x.equation))
-        settings.check_high({x.scope for x in found}, equations)
-        if calls is not None:
-            calls.append([(product, settings) for product in found])
-    return evaluate(traced, settings.with_left())
 
 
 def _check_function(fun: Any) -> None:

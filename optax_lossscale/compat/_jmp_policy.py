@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._types import PyTree
+from optax_lossscale._ground.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,6 @@ class Policy:
 
     Departure: a policy with other dtypes, such as float8, or with dtypes given as
     strings or as `np.dtype` can be printed too; jmp raises `KeyError`.
-
-    Attributes:
-      param_dtype: Dtype of the parameters.
-      compute_dtype: Dtype of the computation.
-      output_dtype: Dtype of the results.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,12 +82,8 @@ def get_policy(policy_name: str) -> Policy:
 
         params = float32;  compute = params;  output = compute
 
-    Args:
-      policy_name: Dtypes are `half` (see `half_dtype`), `full`, `f16`, `f32`, `f64`,
-        `bf16`, `float16`, `float32`, `float64` or `bfloat16`.
-
-    Returns:
-      A `Policy`.
+    The dtypes are `half` (see `half_dtype`), `full`, `f16`, `f32`, `f64`, `bf16`,
+    `float16`, `float32`, `float64` and `bfloat16`.
 
     Raises:
       ValueError: If a dtype or a key is unknown, or a part is not `key=dtype`.
@@ -128,13 +119,7 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def cast_to_full(tree: PyTree) -> PyTree:
-    """Casts floating arrays to float32.
-
-    Args:
-      tree: Any pytree. Other leaves are returned unchanged.
-
-    Returns:
-      The same tree with the casts of `Policy`.
+    """Casts floating arrays to float32, as `Policy` does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -146,13 +131,7 @@ def cast_to_full(tree: PyTree) -> PyTree:
 
 
 def cast_to_half(tree: PyTree) -> PyTree:
-    """Casts floating arrays to `half_dtype()`.
-
-    Args:
-      tree: Any pytree. Other leaves are returned unchanged.
-
-    Returns:
-      The same tree with the casts of `Policy`.
+    """Casts floating arrays to `half_dtype()`, as `Policy` does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -165,9 +144,6 @@ def cast_to_half(tree: PyTree) -> PyTree:
 
 def half_dtype() -> Any:
     """Returns bfloat16 if the first local device is a TPU, else float16.
-
-    Returns:
-      `jnp.bfloat16` or `jnp.float16`.
 
     Example:
       >>> import jax

@@ -18,18 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._checks import SMALLEST_SCALE, python_number
-from optax_lossscale._finite import all_finite, hint_at_axes, vary_over
-from optax_lossscale._jax_internals import axes_varying
-from optax_lossscale._rules import DynamicRuleState, LossScale
-from optax_lossscale._scaling import divide_leaves
-from optax_lossscale._scaling import scale as scale_loss
-from optax_lossscale._state import LossScaleState, find_loss_scale_state
-from optax_lossscale._tree import is_floating_array, map_floating, widen
-from optax_lossscale._types import AxisName, PyTree
-from optax_lossscale._verdict import repair_scale
+from optax_lossscale._ground.axes import axes_varying, hint_at_axes, vary_over
+from optax_lossscale._ground.checks import SMALLEST_SCALE, python_number
+from optax_lossscale._ground.states import LossScaleState
+from optax_lossscale._ground.tree import is_floating, map_floating, widen
+from optax_lossscale._ground.types import AxisName, PyTree
+from optax_lossscale._scaling.finite import all_finite
+from optax_lossscale._scaling.rules import DynamicRuleState, LossScale
+from optax_lossscale._scaling.scale import divide_leaves
+from optax_lossscale._scaling.scale import scale as scale_loss
+from optax_lossscale._scaling.state import find_loss_scale_state
+from optax_lossscale._scaling.verdict import repair_scale
 from optax_lossscale.presets import flax as flax_rule
-from optax_lossscale.presets._rules import state_at
+from optax_lossscale.presets._settings import state_at
 
 try:
     from flax import struct
@@ -97,17 +98,16 @@ class DynamicScale(struct.PyTreeNode):
     `backoff_factor` of 1 (to keep the scale, pass `growth_interval=jnp.inf`, and the
     same number as `scale` and `minimum_scale`), and a `growth_interval` of 0.
 
-    **Cost.** Gradients are checked in groups, as by `loss_scaled`, but the selects are
-    still the script's own. On a CPU they take several times as long as the optimizer,
-    because XLA copies parameters and state for them. `loss_scaled` needs none of these
-    copies, and `to_state` carries a run over to it.
+    **Cost.** The selects are the script's own. On a CPU they take several times as long
+    as the optimizer, because XLA copies parameters and state for them. `loss_scaled`
+    needs none of these copies, and `to_state` carries a run over to it.
 
     Attributes:
-      growth_factor: Above 1. It is static, that is, not a leaf of the pytree. So are
-        the next two and `minimum_scale`.
-      backoff_factor: Strictly between 0 and 1.
-      growth_interval: Finite steps in a row before the step that grows, at least 1.
-        Infinity, or any number from `2**31 - 2` on, means never.
+      growth_factor: As in `presets.flax`. It is static, that is, not a leaf of the
+        pytree. So are the next two and `minimum_scale`.
+      backoff_factor: As in `presets.flax`.
+      growth_interval: As in `presets.flax`. Infinity, or any number from `2**31 - 2`
+        on, means never.
       fin_steps: `i32[]`, steps. Finite steps since the scale last changed.
       scale: `f32[]`, dimensionless. The scale for the next loss.
       minimum_scale: Floor of the scale. None, and all below `2**-126`, mean `2**-126`.
@@ -161,8 +161,7 @@ class DynamicScale(struct.PyTreeNode):
         than float32 to float32.
 
         Args:
-          fun: A function that returns a scalar loss, or with `has_aux=True` a pair of
-            the loss and auxiliary data.
+          fun: As in `jax.value_and_grad`.
           argnums: As in `jax.value_and_grad`.
           has_aux: As in `jax.value_and_grad`.
           axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
@@ -173,17 +172,8 @@ class DynamicScale(struct.PyTreeNode):
 
         Raises:
           ValueError: If a setting is outside its range.
-          TypeError: If a setting is of the wrong kind, or raised by JAX, for example
-            for a loss that is not a scalar.
+          TypeError: If a setting is of the wrong kind.
           NameError: If there is no axis of that name.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> from optax_lossscale.compat.flax import DynamicScale
-          >>> value_and_grad = DynamicScale().value_and_grad(lambda x: x**2)
-          >>> dynamic_scale, finite, loss, grad = value_and_grad(jnp.float32(3.0))
-          >>> print(finite, loss, grad, dynamic_scale.fin_steps)
-          True 9.0 6.0 1
         """
         rule = self.to_rule()
         state, was_usable = repair_scale(self.to_state(), rule)
@@ -212,19 +202,9 @@ class DynamicScale(struct.PyTreeNode):
         return value_and_grad
 
     def to_rule(self) -> LossScale:
-        """Returns the rule with these settings, for `loss_scaled`.
+        """Returns `presets.flax` with these settings, for `loss_scaled`.
 
-        Returns:
-          What `presets.flax` makes.
-
-        Raises:
-          ValueError: If a setting is outside its range.
-          TypeError: If a setting is of the wrong kind.
-
-        Example:
-          >>> from optax_lossscale.compat.flax import DynamicScale
-          >>> DynamicScale(growth_interval=100).to_rule().settings["growth_interval"]
-          100
+        It raises an error, as that does, for a setting outside its range.
         """
         interval = python_number("growth_interval", self.growth_interval)
         floor = self.minimum_scale
@@ -244,21 +224,9 @@ class DynamicScale(struct.PyTreeNode):
             opt_state = LossScaledState(dynamic_scale.to_state(), opt_state)
 
         All later steps have the same scales. If these are powers of two, parameters are
-        the same up to a few ulp, because XLA may fuse two programs differently.
-
-        Returns:
-          A `LossScaleState` of `presets.flax`. Its counts of skipped steps, which Flax
-          does not keep, start at 0. If the fields have an entry per device, so has
-          every array of the state.
-
-        Raises:
-          ValueError: If a setting is outside its range.
-
-        Example:
-          >>> from optax_lossscale.compat.flax import DynamicScale
-          >>> state = DynamicScale(scale=8.0, fin_steps=3).to_state()
-          >>> print(state.loss_scale, state.rule_state.growth_count)
-          8.0 3
+        the same up to a few ulp, because XLA may fuse two programs differently. Counts
+        of skipped steps, which Flax does not keep, start at 0. If the fields have an
+        entry per device, so has every array of the state.
         """
         return state_at(self.to_rule(), self.scale, self.fin_steps)
 
@@ -278,13 +246,6 @@ class DynamicScale(struct.PyTreeNode):
         Raises:
           ValueError: If `tree` holds no `LossScaleState`, or several, or one of a rule
             that has no such count.
-
-        Example:
-          >>> import optax_lossscale as ols
-          >>> from optax_lossscale.compat.flax import DynamicScale
-          >>> state = ols.presets.flax(8.0).init()
-          >>> print(DynamicScale.from_state(state, growth_interval=100).scale)
-          8.0
         """
         state = find_loss_scale_state(tree)
         if not isinstance(state.rule_state, DynamicRuleState):
@@ -314,8 +275,7 @@ class DynamicScale(struct.PyTreeNode):
 def _as_wide_float(loss: jax.typing.ArrayLike) -> jax.Array:
     """The loss in float32 or wider. A constant 0 may be an integer."""
     array = jnp.asarray(loss)
-    is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-    return widen(array) if is_float else array.astype(jnp.float32)
+    return widen(array) if is_floating(array) else array.astype(jnp.float32)
 
 
 def _axes(axis_name: AxisName | None) -> tuple[_Axes, _Axes]:
@@ -340,8 +300,7 @@ def _vary_arguments(
         return args
 
     def vary(leaf: PyTree) -> PyTree:
-        is_float = isinstance(leaf, float | complex) or is_floating_array(leaf)
-        return vary_over(leaf, tracked) if is_float else leaf
+        return vary_over(leaf, tracked) if is_floating(leaf) else leaf
 
     numbers = np.ravel(argnums).tolist()
     return tuple(

@@ -5,16 +5,6 @@
 All public names of jmp 0.0.4 are here, with its signatures, defaults, leaves, strings
 and warnings. jmp itself is neither needed nor imported.
 
-| jmp's name | what it is here |
-|---|---|
-| `DynamicLossScale` | the rule `presets.jmp` |
-| `StaticLossScale` | the rule `static_loss_scale` |
-| `NoOpLossScale` | the rule `no_loss_scale` |
-| `all_finite` | `optax_lossscale.all_finite` |
-| `select_tree` | a select for each leaf |
-| `Policy`, `get_policy`, `half_dtype` | dtypes, and casts to them |
-| `cast_to_full`, `cast_to_half` | casts |
-
 A loss scale is applied by `optax_lossscale.scale` and `optax_lossscale.unscale`. Where
 jmp loses numbers, this module does not copy it; each class lists its departures.
 
@@ -42,20 +32,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale._checks import (
+from optax_lossscale._ground.checks import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     check_concrete,
     python_number,
 )
-from optax_lossscale._finite import is_finite
-from optax_lossscale._rules import LossScale as Rule
-from optax_lossscale._rules import first_state, no_loss_scale, static_loss_scale
-from optax_lossscale._scaling import divide_out
-from optax_lossscale._scaling import scale as scale_tree
-from optax_lossscale._state import LossScaleState, find_loss_scale_state, with_arrays
-from optax_lossscale._tree import is_floating, is_numeric, strengthen
-from optax_lossscale._types import PyTree
+from optax_lossscale._ground.states import LossScaleState
+from optax_lossscale._ground.tree import is_floating, is_numeric, strengthen
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.finite import all_finite as all_finite_in
+from optax_lossscale._scaling.rules import LossScale as Rule
+from optax_lossscale._scaling.rules import first_state, no_loss_scale, static_loss_scale
+from optax_lossscale._scaling.scale import divide_out
+from optax_lossscale._scaling.scale import scale as scale_tree
+from optax_lossscale._scaling.state import find_loss_scale_state, with_arrays
 from optax_lossscale.compat._jmp_policy import (
     Policy,
     cast_to_full,
@@ -65,7 +56,7 @@ from optax_lossscale.compat._jmp_policy import (
 )
 from optax_lossscale.compat._jmp_policy import dtype_to_names as dtype_to_names
 from optax_lossscale.presets import jmp as jmp_rule
-from optax_lossscale.presets._rules import state_at
+from optax_lossscale.presets._settings import state_at
 
 __version__ = "0.0.4"  # Of the jmp whose names these are.
 
@@ -128,15 +119,7 @@ class NoOpLossScale:
     def from_state(cls, state: PyTree) -> NoOpLossScale:
         """Returns the loss scale of a run under `no_loss_scale`.
 
-        Args:
-          state: Any pytree that holds exactly one `LossScaleState`, of that rule.
-
-        Returns:
-          A `NoOpLossScale`.
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleState`, several, or one of another
-            rule.
+        `state` is any pytree that holds exactly one `LossScaleState`, of that rule.
         """
         _state_of_rule(state, no_loss_scale())
         return cls()
@@ -214,30 +197,15 @@ class StaticLossScale(_ScalesTrees):
         return self
 
     def to_state(self) -> LossScaleState:
-        """Returns the state with which `static_loss_scale` continues the run.
-
-            static_loss_scale(loss_scale).init()
-
-        Raises:
-          ValueError: If the scale is not from `2**-126` to `2**126`.
-          TypeError: If the scale is not one concrete number.
-        """
+        """Returns the state with which `static_loss_scale` continues the run."""
         return static_loss_scale(self.loss_scale).init()  # type: ignore[arg-type]
 
     @classmethod
     def from_state(cls, state: PyTree) -> StaticLossScale:
         """Returns the loss scale of a run under `static_loss_scale`.
 
-        Args:
-          state: Any pytree that holds exactly one `LossScaleState`, of that rule.
-
-        Returns:
-          A `StaticLossScale` with the scale of the state.
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleState`, several, or one of another
-            rule.
-          TypeError: If it is traced.
+        `state` is any pytree that holds exactly one `LossScaleState`, of that rule. It
+        must not be traced.
         """
         s = _state_of_rule(state, static_loss_scale(1.0)).loss_scale
         check_concrete("state", s, "A `StaticLossScale` holds a number.")
@@ -249,11 +217,7 @@ class StaticLossScale(_ScalesTrees):
 class DynamicLossScale(_ScalesTrees):
     """A loss scale that grows and backs off: `presets.jmp`.
 
-        scale(x) = widen(x) * loss_scale
-        unscale(x) = widen(x) * (1 / loss_scale)
-        adjust(grads_finite) = the next `DynamicLossScale`, by the rule `presets.jmp`
-
-    where `widen` casts dtypes narrower than float32 to float32. A step is
+    It scales and unscales as `StaticLossScale` does, not as jmp. A step is
 
         scaled_grads = grad(lambda params: loss_scale.scale(loss(params)))(params)
         grads = loss_scale.unscale(scaled_grads)
@@ -271,7 +235,6 @@ class DynamicLossScale(_ScalesTrees):
         tree is flattened or the scale is adjusted. A traced number, such as
         `jnp.float32(0.25)` inside `jit`, is refused; write 0.25. Two objects with
         different floors are different trees, as with different periods.
-      * Leaves of trees are scaled and unscaled as in `StaticLossScale`.
       * `loss_scale` can be an integer, which becomes float32 when it is adjusted, or
         float16 or bfloat16. jmp's `adjust` raises an error for each of these. A growth
         or backoff that a float16 scale cannot hold does not happen, so it stays at
@@ -285,17 +248,16 @@ class DynamicLossScale(_ScalesTrees):
         jmp it first counts to a multiple of `period`.
       * Rebuilding a tree never warns, and takes leaves of any type.
       * `grads_finite` can be a Python bool. A NaN counts as not finite.
-      * `adjust` raises `ValueError` for settings with which jmp never adjusts or does
-        not scale: a `factor` that is not above 1, a `period` below 1, a floor that is
-        above `2**126` or NaN; and `TypeError` for a `period` that is no whole number.
+      * `adjust` raises an error for settings with which jmp never adjusts or does not
+        scale: a `factor` that is not above 1, a `period` that is below 1 or not whole,
+        a floor that is above `2**126` or NaN.
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. A warning says if it is not floating.
       counter: `i32[]`, finite steps since the scale last changed.
-      period: Finite steps in a row until the scale grows, at least 1.
-      factor: Growth multiplies the scale by it, and backoff divides by it; above 1.
-      min_loss_scale: Floor of the scale, one number. A warning says if it is not
-        floating. 0 means `2**-126`.
+      period: As in `presets.jmp`.
+      factor: As in `presets.jmp`.
+      min_loss_scale: As in `presets.jmp`. A warning says if it is not floating.
 
     Example:
       >>> import jax.numpy as jnp
@@ -330,7 +292,7 @@ class DynamicLossScale(_ScalesTrees):
     def adjust(self, grads_finite: jax.typing.ArrayLike) -> DynamicLossScale:
         """Returns the loss scale for the next step.
 
-            presets.jmp(...).adjust(self.to_state(), grads_finite)
+            self.to_rule().adjust(self.to_state(), grads_finite)
 
         Args:
           grads_finite: `bool[]`, whether the unscaled gradients were finite.
@@ -362,16 +324,8 @@ class DynamicLossScale(_ScalesTrees):
     def to_state(self) -> LossScaleState:
         """Returns the state with which `presets.jmp` continues the run.
 
-        Pass it to `loss_scaled` in a `LossScaledState`, beside the optimizer's state.
-        The counts of steps, which jmp does not keep, start at 0.
-
-        Returns:
-          A `LossScaleState` with this scale and counter. For arrays with a leading axis
-          of devices every field has that axis.
-
-        Raises:
-          ValueError: If a setting is outside its range.
-          TypeError: If a setting is of the wrong kind, or traced.
+        The counts of steps, which jmp does not keep, start at 0. For arrays with a
+        leading axis of devices every field has that axis.
         """
         s = jnp.asarray(self.loss_scale, jnp.float32)
         s = jnp.where(s <= LARGEST_SCALE, s, LARGEST_SCALE)  # NaN too.
@@ -387,20 +341,10 @@ class DynamicLossScale(_ScalesTrees):
     ) -> DynamicLossScale:
         """Returns the loss scale of a run under `presets.jmp`.
 
-        Args:
-          state: Any pytree that holds exactly one `LossScaleState`, such as the
-            optimizer's state. States of `dynamic_loss_scale` and of the presets of
-            PyTorch, Flax and others have the same form and are taken too.
-          period: As in `DynamicLossScale`; a state does not hold the settings.
-          factor: As in `DynamicLossScale`.
-          min_loss_scale: As in `DynamicLossScale`.
-
-        Returns:
-          A `DynamicLossScale` with the scale and count of the state.
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleState`, several, or one of another
-            rule.
+        `state` is any pytree that holds exactly one `LossScaleState`, such as the
+        optimizer's state. States of `dynamic_loss_scale` and of the presets of PyTorch,
+        Flax and others have the same form and are taken too. A state does not hold the
+        settings, so pass them again.
         """
         found = _state_of_rule(state, jmp_rule())
         s = jnp.array(found.loss_scale)
@@ -434,14 +378,9 @@ class DynamicLossScale(_ScalesTrees):
         return period, python_number("factor", self.factor), floor
 
     def to_rule(self) -> Rule:
-        """Returns the rule with these settings, for `loss_scaled`.
+        """Returns `presets.jmp` with these settings, for `loss_scaled`.
 
-        Returns:
-          What `presets.jmp` makes.
-
-        Raises:
-          ValueError: If a setting is outside its range.
-          TypeError: If a setting is of the wrong kind, or traced.
+        It raises an error, as that does, for a setting outside its range.
         """
         period, factor, floor = self._settings()
         floor = max(floor, SMALLEST_SCALE)
@@ -452,17 +391,10 @@ LossScale: TypeAlias = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def all_finite(tree: PyTree) -> jax.Array:
-    """Returns whether no leaf holds a NaN or an infinity: `all_finite`.
+    """Returns whether no leaf holds a NaN or an infinity, as `bool[]`.
 
-        all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
-
-    Departure: leaves that are not numbers count as finite, where jmp raises an error.
-
-    Args:
-      tree: Leaves of any dtype and shape. An empty tree is finite.
-
-    Returns:
-      `bool[]`.
+    It is `optax_lossscale.all_finite`. Departure: leaves that are not numbers count as
+    finite, where jmp raises an error.
 
     Example:
       >>> import jax.numpy as jnp
@@ -470,28 +402,19 @@ def all_finite(tree: PyTree) -> jax.Array:
       >>> print(jmp.all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])}))
       False
     """
-    return is_finite(tree, loss_scale=None, axis_name=None)
+    return all_finite_in(tree)
 
 
 def select_tree(pred: jax.typing.ArrayLike, a: PyTree, b: PyTree) -> PyTree:
     """Returns `a` if `pred` is True, and `b` otherwise.
 
-        select(pred, x, y)  for the leaves x of a and y of b
-
-    Use it to keep parameters and optimizer state on a step that overflowed. Inside
-    `loss_scaled` this is not needed.
+    Both are pytrees of arrays, of the same structure and shapes. Use it to keep
+    parameters and optimizer state on a step that overflowed. Inside `loss_scaled` this
+    is not needed.
 
     Departure: floating leaves of `a` are cast to the dtypes of `b`, where jmp raises
     an error. So state that was float16 stays float16, although unscaled gradients are
     float32.
-
-    Args:
-      pred: `bool[]`.
-      a: A pytree of arrays.
-      b: A pytree of the same structure and shapes.
-
-    Returns:
-      A tree of the same structure.
 
     Raises:
       AssertionError: If `pred` is not a boolean scalar, as in jmp.

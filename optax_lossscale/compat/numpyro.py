@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._checks import check_optimizer
-from optax_lossscale._finite import all_finite
-from optax_lossscale._masking import where_applied
-from optax_lossscale._scaling import scale
-from optax_lossscale._types import PyTree
+from optax_lossscale._ground.checks import check_optimizer
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.finite import all_finite
+from optax_lossscale._scaling.masking import where_applied
+from optax_lossscale._scaling.scale import scale
 
 __all__ = ["optax_to_numpyro"]
 
@@ -59,7 +59,6 @@ def optax_to_numpyro(transformation: optax.GradientTransformation) -> Any:
       What `numpyro.optim.optax_to_numpyro` returns.
 
     Raises:
-      ImportError: If NumPyro is not installed.
       TypeError: If `transformation` is not an optimizer.
       ValueError: From the first step, if `transformation` is not loss-scaled.
 

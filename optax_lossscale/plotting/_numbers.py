@@ -11,16 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._checks import (
+from optax_lossscale._ground.checks import (
     check_concrete,
     check_float_dtype,
     check_mapping,
     check_numbers,
 )
-from optax_lossscale._operations.operation import Operation, first_nonfinite
-from optax_lossscale._tree import floating_leaves
-from optax_lossscale._types import PyTree
-from optax_lossscale.diagnostics import ExponentHistogram, underflow_fraction
+from optax_lossscale._ground.tree import floating_leaves
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
+from optax_lossscale.diagnostics._trees import (
+    ExponentHistogram,
+    underflow_fraction,
+)
 from optax_lossscale.plotting._axes import (
     BLUE,
     COLORS,

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from optax_lossscale._checks import (
+from optax_lossscale._ground.checks import (
     check_concrete,
     check_mapping,
     check_numbers,
     check_scale,
 )
-from optax_lossscale._types import Metrics
+from optax_lossscale._ground.types import Metrics
 from optax_lossscale.plotting._axes import (
     BLUE,
     DRAW_OUTSIDE,

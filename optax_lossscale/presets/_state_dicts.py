@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale._checks import check_count, check_scale
-from optax_lossscale._rules import DynamicRuleState, LossScale, with_settings
-from optax_lossscale._state import LossScaleState, Unscaled, find_loss_scale_state
-from optax_lossscale._types import PyTree
-from optax_lossscale.presets._rules import state_at
+from optax_lossscale._ground.checks import check_count, check_scale
+from optax_lossscale._ground.states import LossScaleState, Unscaled
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.rules import DynamicRuleState, LossScale, with_settings
+from optax_lossscale._scaling.state import find_loss_scale_state
+from optax_lossscale.presets._settings import state_at
 from optax_lossscale.presets._systems import torch
 
 _TRACKER = "_growth_tracker"
@@ -31,20 +32,16 @@ def from_torch_state_dict(
     `==`, so its scale would not grow before an overflow resets the tracker.)
 
     Args:
-      state_dict: A mapping with the five entries `scale`, `growth_factor`,
-        `backoff_factor`, `growth_interval` and `_growth_tracker`. Each value is a
-        number, or an array with one entry. A scaler with `enabled=False` saves an empty
-        one.
+      state_dict: The five entries of PyTorch, each a number or an array with one entry.
+        It is empty for a scaler with `enabled=False`.
 
     Returns:
-      `(rule, state)`. The rule is `presets.torch` with the saved settings, and it
-      starts from the state. The state holds the saved scale and growth count; the
-      counts of steps, which PyTorch does not save, are zero. For an empty dict the rule
-      is `no_loss_scale()`.
+      `presets.torch` with the saved settings, and its state. Counts of steps, which
+      PyTorch does not save, are zero. For an empty dict the rule is `no_loss_scale()`.
 
     Raises:
-      ValueError: If a key is missing or unknown (the message names it), or if a value
-        is outside its range, such as a scale that has collapsed to zero.
+      ValueError: If a key is missing or unknown, or a value is outside its range, such
+        as a scale that has collapsed to zero.
       TypeError: If `state_dict` is not a mapping, or a value is of the wrong kind.
 
     Example:
@@ -104,13 +101,12 @@ def to_torch_state_dict(
       state: A `LossScaleState` of a rule that counts as PyTorch does (`presets.torch`,
         `dynamic_loss_scale`) or of `no_loss_scale()`, or any pytree that holds exactly
         one, such as an optimizer state. Its arrays must be concrete.
-      growth_factor: Growth factor of the rule, above 1.
-      backoff_factor: Backoff factor of the rule, strictly between 0 and 1.
-      growth_interval: Growth interval of the rule, in finite steps, at least 1.
+      growth_factor: As in `presets.torch`.
+      backoff_factor: As in `presets.torch`.
+      growth_interval: As in `presets.torch`.
 
     Returns:
-      A dict with the five entries of PyTorch, as Python numbers. For
-      `no_loss_scale()`, which is `presets.torch(enabled=False)`, an empty one.
+      The five entries of PyTorch, as Python numbers; none for `no_loss_scale()`.
 
     Raises:
       ValueError: If `state` holds no `LossScaleState` or several, if its rule does not

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
 import optax_lossscale as ols
@@ -119,6 +120,55 @@ def test_statistics_are_never_cast_and_o2_leaves_normalization_layers(name, cast
     dtypes = [{found[path] for path in found if part in path} for part in parts]
     of_norm = "float32" if cast is O2 else "float16"
     assert dtypes == [{"float16"}, {of_norm}, {"float32"}]
+
+
+def test_an_array_in_two_places_is_cast_in_one_of_them_by_its_place():
+    zeros, seen = jnp.zeros(4), []
+    params = {"Dense_0": {"bias": zeros}, "LayerNorm_0": {"bias": zeros}}
+
+    def model(params):
+        seen.append({name: str(x["bias"].dtype) for name, x in params.items()})
+
+    O2(model)(params)
+    jax.jit(O2(model))(params)
+    assert seen == [{"Dense_0": "float16", "LayerNorm_0": "float32"}] * 2
+
+
+def test_an_array_in_two_variables_is_cast_in_one_of_them_by_its_place():
+    net, seen = Net(), []
+    net.norm.bias = nnx.Param(net.linear.bias[...])
+
+    def fun(net):
+        seen.append([x[...].dtype for x in (net.linear.bias, net.norm.bias)])
+
+    O2(fun)(net)
+    nnx.jit(O2(fun))(net)
+    assert seen == [[jnp.float16, jnp.float32]] * 2
+
+
+class Tied(nnx.Module):
+    """One variable in two layers, and an array that is in no variable."""
+
+    def __init__(self):
+        self.linear, self.other = (
+            nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)
+        )
+        self.other.kernel = self.linear.kernel
+        self.array = jnp.ones(4)
+
+
+@both
+def test_a_variable_in_two_layers_is_cast_once_and_an_array_in_none_is_cast(cast):
+    net, seen = Tied(), []
+
+    @cast
+    def fun(net):
+        assert net.linear.kernel is net.other.kernel
+        seen.extend([net.linear.kernel[...].dtype, net.array.dtype])
+
+    fun(net)
+    assert seen == [jnp.float16] * 2
+    assert net.array.dtype == net.linear.kernel[...].dtype == jnp.float32
 
 
 # --- Errors -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Modules of Linen, bound or not, and of Equinox: wrapped, given, and decorated."""
+"""Modules of Linen, bound or not, and of Equinox: wrapped, given, decorated, named."""
 
 import functools
 
@@ -11,8 +11,10 @@ from flax import linen as nn
 
 import optax_lossscale as ols
 from helpers.inner import standard_promotion
-from helpers.modules import ROWS, assert_same_state
-from helpers.under_autocast import X, assert_close
+from helpers.modules import FRAMEWORKS, ROWS, assert_same_state
+from helpers.places import place_of
+from helpers.under_autocast import W, X, assert_close, dtypes_of
+from optax_lossscale._ground.tree import are_same
 
 
 class Layers(nn.Module):
@@ -99,6 +101,31 @@ def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
             assert_same_state(cast.variables, plain.variables)
 
 
+LOOKS = {
+    "report": ols.autocast_report,
+    "operations": ols.diagnostics.trace_operations,
+}
+GIVEN = {
+    "an argument": lambda norm: (lambda x, norm: jnp.sum(norm(x)), ROWS, norm),
+    "a closure": lambda norm: (lambda x: jnp.sum(norm(x)), ROWS),
+    "a closure under autocast": lambda norm: (
+        ols.autocast(lambda x: jnp.sum(norm(x))),
+        ROWS,
+    ),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, given):
+    norm = nn.BatchNorm(use_running_average=False)
+    bound = norm.bind(norm.init(KEYS, ROWS), mutable=["batch_stats"])
+    before = jax.tree.leaves(bound.variables)
+    with standard_promotion():
+        LOOKS[look](*GIVEN[given](bound))
+    assert are_same(jax.tree.leaves(bound.variables), before)
+
+
 def test_methods_of_an_equinox_module_can_be_decorated_or_wrapped():
     class Layer(eqx.Module):
         linear: eqx.nn.Linear
@@ -117,3 +144,16 @@ def test_methods_of_an_equinox_module_can_be_decorated_or_wrapped():
     # Parameters of the bound module are arguments, so they have gradients.
     grads = eqx.filter_grad(lambda layer: jnp.sum(ols.autocast(layer.plain)(X)))(layer)
     assert_close(grads.linear.weight, jnp.ones((4, 3)) @ X)
+
+
+def test_the_path_of_a_linen_module_in_high_leaves_its_product_in_float32():
+    linen = FRAMEWORKS["linen"]
+    cast = ols.autocast(linen.call, high=["LinenNet/Dense_1/"])
+    assert dtypes_of(cast, linen.make([W, W]), X) == ["float16", "float32"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
+def test_the_line_of_a_loop_in_high_leaves_all_its_layers_in_float32(framework):
+    net, line = framework.make([W, W]), place_of(framework.net.__call__, "layer")
+    cast = ols.autocast(lambda net, x: framework.call(net, x) @ W, high=[line])
+    assert dtypes_of(lambda: cast(net, X)) == ["float32", "float32", "float16"]

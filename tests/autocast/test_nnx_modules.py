@@ -15,6 +15,7 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.inner import standard_promotion
 from helpers.modules import ROWS, Net, arrays_of, assert_same_state, mean_square
+from optax_lossscale._ground.tree import are_same
 
 
 def unchanged(fun):
@@ -122,6 +123,16 @@ def test_a_module_that_is_returned_is_the_same_module():
     assert_same_state(result, Net()(ROWS))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_what_a_call_does_not_change_in_a_module_stays_the_same_array(level):
+    model = Net()
+    before = jax.tree.leaves(nnx.state(model, nnx.Param))
+    with standard_promotion():
+        ols.autocast(model, level=level)(ROWS)
+    assert are_same(jax.tree.leaves(nnx.state(model, nnx.Param)), before)
+    assert np.any(model.norm.mean[...])
+
+
 REFUSED = {
     "lambda": lambda model: ols.autocast(lambda x: model(x)),
     "nnx.jit": lambda model: nnx.jit(ols.autocast(model)),
@@ -131,9 +142,20 @@ REFUSED = {
 }
 
 
+class Counting(Net):
+    """Changes an attribute, too, before anything else."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return Net.__call__(self, x)
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name):
-    model = Net()
+@pytest.mark.parametrize("make", [Net, Counting])
+def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name, make):
+    model = make()
     before = arrays_of(model)
     with pytest.raises(ValueError, match=r"Pass the module as an argument: `ols\."):
         REFUSED[name](model)(ROWS)

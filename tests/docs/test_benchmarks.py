@@ -331,17 +331,6 @@ def test_by_autocast_gradients_cross_devices_in_float32(run_script):
 
 
 @slow
-def test_gradients_in_float8_are_as_near_as_those_of_flax(run_script):
-    row = run_script("float8", "--quick")["Error of the gradients"][-1]
-    assert row.pop("layer") == "all"
-    errors = {name: float(error.rstrip("%")) for name, error in row.items()}
-    last = errors["last layer in bfloat16"]
-    assert 1 < errors["float8"] < 12
-    assert last < 1.1 * errors["Flax's Fp8DirectDotGeneralOp"]
-    assert errors["bfloat16"] < 0.2 * errors["float8"]
-
-
-@slow
 def test_tracing_and_eager_calls_are_timed_in_every_framework(run_script):
     tables = run_script("autocast_speed", "--layers", "1", "--rounds", "1")
     assert len(tables["Tracing the gradient"]) == 6

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import pathlib
 import re
 
 import jax
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from helpers.files import project_files
+from helpers.files import ROOT, project_files
 from helpers.inner import standard_promotion
 
 pytestmark = pytest.mark.slow  # It first runs the programs of all pages.
 
-MIGRATION = pathlib.Path(__file__).parents[2] / "docs" / "migration"
+MIGRATION = ROOT / "docs" / "migration"
 PAGES = sorted(path.stem for path in project_files("docs/migration/*.md"))
 
 

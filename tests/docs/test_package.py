@@ -5,20 +5,22 @@ import importlib.metadata
 import importlib.util
 import operator
 import os
-import pathlib
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 
+import chex
+import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
-from helpers.files import project_files
+from helpers.files import ROOT, project_files
 from helpers.inner import standard_promotion
 
-ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "optax_lossscale"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -28,83 +30,127 @@ def test_the_version_equals_that_of_the_installed_package():
     assert importlib.metadata.version("optax-lossscale") == ols.__version__
 
 
-def drawn_paths():
-    """The paths in CONTRIBUTING's drawing, from top to bottom; folders end in `/`."""
+# A room imports only from rooms above it, and from itself.
+ROOMS = [
+    *("_ground", "_scaling", "presets", "_masters", "_programs", "_autocast"),
+    *("diagnostics", "compat", "plotting", "__init__.py", "demo.py"),
+]
+STRANGERS = {
+    ("_scaling", "_masters"),
+    ("_scaling", "_autocast"),
+    ("_masters", "_autocast"),
+}
+
+
+def test_the_drawing_in_contributing_shows_the_rooms_in_their_order():
     (drawing,) = re.findall(r"```\n(optax_lossscale/\n.*?)```", CONTRIBUTING, re.DOTALL)
-    folders = []
-    for line in drawing.splitlines():
-        indent, name, what = re.match(r"( *)(\S+) *(.*)", line).groups()
-        del folders[len(indent) // 2 :]
-        yield "".join([*folders, name])
-        assert what or name in ("optax_lossscale/", "tests/")
-        if name.endswith("/"):
-            folders.append(name)
+    names = [line.split()[0].rstrip("/") for line in drawing.splitlines()[1:]]
+    assert names == ROOMS
+    found = project_files("optax_lossscale/**/*.py")
+    assert {path.relative_to(PACKAGE).parts[0] for path in found} == set(ROOMS)
 
 
-DRAWN = list(drawn_paths())
-FILES = [path for path in DRAWN if path.endswith(".py")]
-FOLDERS = [path for path in DRAWN if path.endswith("/")]
+def room_of(module):
+    """The room of a module of this package."""
+    room = module.partition(".")[2].partition(".")[0] or "__init__"
+    return room if room in ROOMS else f"{room}.py"
 
 
-def module_of(path):
-    return path.removesuffix(".py").removesuffix("/").replace("/", ".")
-
-
-def modules_above(path):
-    """The modules of the files above, and the folders of which every file is above."""
-    above = FILES[: FILES.index(path)]
-    complete = [
-        folder
-        for folder in FOLDERS
-        if {file for file in FILES if file.startswith(folder)} <= set(above)
-    ]
-    return {module_of(other) for other in above + complete}
-
-
-def imports_of(path):
+def imports_of(path, *, when_called=True):
     """The modules of this package from which a file imports names."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if when_called else tree.body:
         if isinstance(node, ast.Import):
-            assert not any(alias.name.startswith("optax_loss") for alias in node.names)
+            yield from (x.name for x in node.names if x.name.startswith("optax_loss"))
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            if node.module.startswith("optax_lossscale"):
+            if node.module == "optax_lossscale":
+                yield from (f"optax_lossscale.{alias.name}" for alias in node.names)
+            elif node.module.startswith("optax_lossscale."):
                 yield node.module
 
 
-def test_the_drawing_in_contributing_shows_every_file_and_folder():
-    paths = project_files("optax_lossscale/**/*.py")
-    files = {path.relative_to(ROOT).as_posix() for path in paths}
-    # The line of a folder stands for the file that makes it a package.
-    packages = {f"{folder}__init__.py" for folder in FOLDERS} & files
-    packages.discard("optax_lossscale/__init__.py")
-    assert set(FILES) == files - packages
-    drawn = {folder for folder in FOLDERS if not folder.startswith("optax_lossscale/")}
-    for top in ("tests", "docs", "notebooks", "examples", "benchmarks"):
-        inside = [path.relative_to(ROOT) for path in project_files(f"{top}/*/**")]
-        names = {f"{top}/{path.parts[1]}/" for path in inside}
-        assert {folder for folder in drawn if folder.startswith(top)} == {
-            f"{top}/",
-            *names,
-        }
+FILES = project_files("optax_lossscale/**/*.py")
 
 
-@pytest.mark.parametrize("path", FILES[: FILES.index("optax_lossscale/__init__.py")])
-def test_a_file_imports_only_from_those_above_it(path):
-    assert set(imports_of(path)) <= modules_above(path)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_a_file_imports_only_from_its_room_and_those_above(path):
+    room = path.relative_to(PACKAGE).parts[0]
+    rooms = {room_of(module) for module in imports_of(path, when_called=False)}
+    assert rooms <= set(ROOMS[: ROOMS.index(room) + 1])
+    for one, other in STRANGERS:
+        assert not (room == one and other in rooms)
+        assert not (room == other and one in rooms)
 
 
-WITH_INIT = [
-    folder
-    for folder in FOLDERS
-    if folder != "optax_lossscale/" and (ROOT / folder / "__init__.py").exists()
-]
+def test_a_room_imports_from_a_room_below_in_one_place_and_only_when_called():
+    late = set()
+    for path in FILES:
+        at_once = set(imports_of(path, when_called=False))
+        late |= {(path.name, name) for name in {*imports_of(path)} - at_once}
+    late = {pair for pair in late if pair[0] != "__init__.py"}  # For type checkers.
+    assert late == {("mistakes.py", "optax_lossscale._programs.dependence")}
 
 
-@pytest.mark.parametrize("folder", WITH_INIT)
-def test_the_init_of_a_folder_imports_only_from_its_own_files(folder):
-    for module in imports_of(f"{folder}__init__.py"):
-        assert module.startswith(module_of(folder))
+# JAX promises to keep none of these.
+PRIVATE = re.findall(
+    r'= _private\("([\w.]+)", "(\w+)"\)',
+    (PACKAGE / "_programs/jax_internals.py").read_text(),
+)
+HIDE = """
+import importlib, jax.extend.core  # JAX's own use of the name is not hidden.
+module, name = {pair}
+delattr(importlib.import_module(module), name)
+import optax, jax.numpy as jnp, optax_lossscale as ols
+tx = ols.loss_scaled(optax.sgd(0.5))
+@jax.jit
+def step(params, state):
+    loss, grads = ols.scaled_value_and_grad(lambda x: (x**2).sum(), state)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+params, state = step(jnp.ones(2), tx.init(jnp.ones(2)))
+assert params.tolist() == [0.0, 0.0]
+for use in ("autocast", "diagnostics"):
+    try:
+        getattr(ols, use)
+    except ImportError as error:
+        assert f"need `{{module}}.{{name}}`, which JAX" in str(error), error
+    else:
+        raise AssertionError(use)
+"""
+
+
+@pytest.mark.parametrize("pair", PRIVATE, ids=".".join)
+def test_loss_scaling_needs_no_private_name_and_autocast_says_which_is_gone(pair):
+    subprocess.run([sys.executable, "-c", HIDE.format(pair=pair)], check=True)
+
+
+def test_no_other_file_takes_private_names_of_jax():
+    assert len(PRIVATE) == len(set(PRIVATE)) > 3
+    for path in FILES:
+        private = re.findall(r"jax\._src|jax\.experimental\.jet", path.read_text())
+        assert not private or path.name == "jax_internals.py", path
+
+
+def test_public_classes_are_those_of_the_package_whatever_file_they_are_in():
+    states = [ols.dynamic_loss_scale().init(), ols.headroom_loss_scale().init()]
+    states += [rule().init() for rule in (ols.no_loss_scale, ols.presets.fairseq)]
+    params = {"w": jnp.ones(2, jnp.float16)}
+    for tx in (
+        ols.loss_scaled(optax.adam(1.0)),
+        ols.master_weights(optax.adam(1.0)),
+        ols.master_weights(optax.adam(1.0), compact=True),
+        ols.loss_scale_optimizer(
+            optax.adam(1.0), use_ema=True, weight_decay=0.1, learning_rate=1.0
+        ),
+    ):
+        states.append(tx.init(params))
+    for state in states:
+        pickled = pickle.dumps(state)
+        assert not re.search(rb"optax_lossscale\.\w", pickled)
+        chex.assert_trees_all_equal(pickle.loads(pickled), state)
+    for kind in (ols.LossScale, ols.LossScaleStalledError):
+        assert kind.__module__ == "optax_lossscale"
 
 
 def test_files_that_git_does_not_track_are_no_files_of_the_project():
@@ -126,10 +172,11 @@ def test_no_test_lists_files_but_those_that_git_tracks_or_that_it_made():
             assert not [name for name in listed if not name.endswith(made)], path
 
 
-def test_importing_the_package_loads_neither_flax_nor_matplotlib():
+def test_importing_the_package_loads_neither_flax_nor_matplotlib_nor_autocast():
     code = (
         "import sys, optax_lossscale; "
-        "assert not {'flax', 'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules)"
+        "assert not {'flax', 'matplotlib', 'sklearn', 'tqdm', "
+        "'optax_lossscale._programs', 'optax_lossscale._autocast'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

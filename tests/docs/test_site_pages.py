@@ -1,15 +1,14 @@
 """The documentation's pages: the API reference, the tour, and how it works."""
 
-import pathlib
 import re
 
 import pytest
 
 import optax_lossscale as ols
-from helpers.files import project_files
+from helpers.files import ROOT, project_files
 from public_names import MODULES, public_paths
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 PUBLIC = sorted(public_paths())
 REFERENCE = project_files("docs/reference/*.md")
 TOUR = (DOCS / "tour.md").read_text()

@@ -27,7 +27,7 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         with standard_promotion():
-            return self.dropout(jax.nn.relu(self.norm(self.linear(x))))
+            return self.dropout(jax.nn.relu(self.norm(self.linear(x))))  # layers
 
     def encode(self, x):
         return self(x)
@@ -85,16 +85,12 @@ class Framework(NamedTuple):
       net: The class of the net.
       make: From kernels of shape (4, 4), makes what is differentiated.
       call: Takes this and some rows.
-      grad: The framework's gradient.
-      jit: The framework's `jit`.
-      scope: The scope of a layer, with a place for its number.
+      scope: The scope of the second layer.
     """
 
     net: type
     make: Callable
     call: Callable
-    grad: Callable
-    jit: Callable
     scope: str
 
 
@@ -103,25 +99,14 @@ FRAMEWORKS = {
         LinenNet,
         lambda kernels: {f"Dense_{i}": {"kernel": k} for i, k in enumerate(kernels)},
         lambda params, x: LinenNet(len(params)).apply({"params": params}, x),
-        jax.grad,
-        jax.jit,
-        "LinenNet/Dense_{}",
+        "LinenNet/Dense_1",
     ),
-    "nnx": Framework(
-        NnxNet,
-        NnxNet,
-        lambda net, x: net(x),
-        nnx.grad,
-        nnx.jit,
-        "NnxNet/layers/{}",
-    ),
+    "nnx": Framework(NnxNet, NnxNet, lambda net, x: net(x), ""),
     "equinox": Framework(
         EquinoxNet,
         EquinoxNet,
         lambda net, x: jax.vmap(net)(x),
-        eqx.filter_grad,
-        eqx.filter_jit,
-        "EquinoxNet/layers/{}/eqx.nn.Linear",  # Equinox adds the last.
+        "eqx.nn.Linear",  # Equinox names the classes of its own layers.
     ),
 }
 

@@ -3,8 +3,12 @@
 import math
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 
 def run_dynamic(
@@ -42,21 +46,37 @@ def run_dynamic(
     return trace
 
 
-def run_smooth(
-    history: Iterable[bool],
-    init_scale: float,
-    min_scale: float,
-    max_scale: float,
-    *,
-    growth_bits: float,
-    backoff_bits: float,
-) -> list[float]:
-    """The exponent after each step."""
-    low, high = math.log2(min_scale), math.log2(max_scale)
-    e, trace = math.log2(init_scale), []
-    for finite in history:
-        e = min(max(e + growth_bits if finite else e - backoff_bits, low), high)
-        trace.append(e)
+def run_loss_scaled(
+    inner: optax.GradientTransformation,
+    params: Any,
+    history: Iterable[Any],
+    **settings: Any,
+) -> list[tuple[Any, Any, tuple[float, bool, int, int, int]]]:
+    """The core of `docs/for_maintainers.md`, under the dynamic rule: it skips by `if`.
+
+    A row holds updates, inner state, and a row of `run_dynamic`.
+    """
+
+    def wide(array: jax.Array) -> jax.Array:
+        return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+    def unscaled(grad: jax.Array) -> jax.Array:
+        return wide(grad) * (1 / jnp.asarray(scale, wide(grad).real.dtype))
+
+    params = jax.tree.map(wide, params)
+    state, scale = inner.init(params), settings["init_scale"]
+    verdicts: list[bool] = []
+    trace = []
+    for scaled in history:
+        grads = jax.tree.map(unscaled, scaled)
+        verdicts.append(all(np.isfinite(g).all() for g in jax.tree.leaves(grads)))
+        if verdicts[-1]:
+            updates, state = inner.update(grads, state, params)
+        else:  # Added to any number, -0.0 changes no bit.
+            updates = jax.tree.map(lambda g: -jnp.zeros_like(g), grads)
+        row = run_dynamic(verdicts, **settings)[-1]
+        trace.append((updates, state, row))
+        scale = row[0]
     return trace
 
 

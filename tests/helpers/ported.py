@@ -23,7 +23,7 @@ class Ported:
     which are all that `half` changes. It has
 
     * `init(seed)`, which returns the state: a dict of parameters, optimizer state and
-      whatever else a step needs, such as a `key`;
+      whatever else a step needs, such as a `key`, all that a skipped step may change;
     * `step(state, batch)`, jitted, which returns `(state, loss)`; by default that of
       `self.tx` and `self.loss_fn(params, batch)`, or `self.loss_fn(params, key, batch)`
       with a new key in each step, if the state has a `key`;
@@ -31,13 +31,11 @@ class Ported:
       one of which is floating.
 
     Attributes:
-      unprotected: What a skipped step may change in the state: `key`, or a path.
       falls_to: The final score must be below this fraction of the score at the start.
       last: How many of the last losses make the final score.
       low_share: More than this fraction of the products must be in float16.
     """
 
-    unprotected = ("key",)
     falls_to = 0.5
     last = 20
     low_share = 0.5
@@ -148,20 +146,15 @@ def with_nan(batch):
     return jax.tree.map(spoil, batch)
 
 
-def protected(program, state):
+def protected(state):
     """What of the state a skipped step must not change."""
 
     def is_loss_scale(node):
         return isinstance(node, ols.LossScaleState)
 
-    def may_change(path):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return any(f"{name}/".startswith(f"{free}/") for free in program.unprotected)
-
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_loss_scale)
-    return [
-        leaf for path, leaf in leaves if not (is_loss_scale(leaf) or may_change(path))
-    ]
+    parts = {name: part for name, part in state.items() if name != "key"}
+    leaves = jax.tree.leaves(parts, is_leaf=is_loss_scale)
+    return [leaf for leaf in leaves if not is_loss_scale(leaf)]
 
 
 def has_nan(tree):

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import http.server
-import pathlib
 import re
 import shutil
 import threading
 
-ROOT = pathlib.Path(__file__).parents[2]
+from helpers.files import ROOT
+
 SITE = ROOT / "docs/_build/html"
 OTHER_HOSTS = re.compile(r"^https?://(?!127\.0\.0\.1:)")
 

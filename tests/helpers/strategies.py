@@ -1,10 +1,16 @@
 """Strategies for the property tests."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 from hypothesis import strategies as st
+
+from helpers.compat import enable_x64
 
 HISTORY_LENGTH = 40  # Fixed, so that a scan over it compiles once for each rule.
 
@@ -48,17 +54,74 @@ float16_arrays = st.lists(
 
 nonfinite = st.sampled_from([math.nan, math.inf, -math.inf])
 
-float_dtypes = st.sampled_from(
-    [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64]
-)
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float64, jnp.complex64]
+SHAPES = [(), (3, 3), (0,)]
 
 
 @st.composite
-def trees(draw):
-    """Trees of finite arrays of several dtypes, of which at least one is not empty."""
-    leaves = draw(
-        st.lists(st.tuples(float_dtypes, st.integers(0, 5)), min_size=1, max_size=5)
-    )
-    tree = [jnp.ones((size,), dtype) for dtype, size in leaves]
-    tree.append(jnp.ones((draw(st.integers(1, 5)),), draw(float_dtypes)))
-    return {"floats": tree, "none": None, "ints": jnp.arange(3), "nested": (tree[0],)}
+def similar_trees(draw, count, max_leaves=2):
+    """Finite trees of one kind, such as parameters and their gradients in some steps.
+
+    Leaves are arrays of NumPy, of which at least one is not empty, and None. Numbers
+    are multiples of 1/8, so that every dtype holds them.
+    """
+    kinds = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES))
+    leaves = draw(st.lists(kinds, min_size=1, max_size=max_leaves))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+
+    def array(shape, dtype):
+        unit = 1j if dtype == jnp.complex64 else 1
+        eighths = rng.integers(-15, 16, (*shape, 2)) @ np.asarray([1, unit])
+        return np.asarray(eighths / 8, dtype)
+
+    return [
+        {"a": array((), leaves[0][1]), "b": [array(*x) for x in leaves], "c": None}
+        for _ in range(count)
+    ]
+
+
+def x64_for(tree):
+    """The mode of JAX in which the arrays of a tree keep their dtypes."""
+    return enable_x64(any(leaf.dtype == np.float64 for leaf in jax.tree.leaves(tree)))
+
+
+def poisoned(tree, seed, value):
+    """The tree with another number in one place."""
+    leaves, structure = jax.tree.flatten(jax.tree.map(np.copy, tree))
+    full = [leaf for leaf in leaves if leaf.size]
+    leaf = full[seed % len(full)]
+    parts = leaf.reshape(-1).view(leaf.real.dtype)  # Of complex numbers both.
+    parts[seed % parts.size] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+_rates = st.sampled_from([0.5, optax.linear_schedule(0.5, 0.25, 2)])
+_makers = st.sampled_from(
+    [
+        functools.partial(optax.sgd, momentum=0.5),
+        optax.adam,
+        optax.adan,
+        optax.lion,
+        optax.optimistic_gradient_descent,
+    ]
+)
+# Its state is computed from updates, as masters are, and holds them too.
+_FOLLOW = optax.GradientTransformation(
+    lambda params: 2 * (optax.tree.zeros_like(params),),
+    lambda updates, old, params: (updates, (optax.tree.add(old[0], updates), updates)),
+)
+_wrappers = st.sampled_from(
+    [
+        lambda inner: inner,
+        lambda inner: optax.chain(optax.ema(0.5), inner),
+        lambda inner: optax.chain(inner, optax.ema(0.5, debias=False)),
+        lambda inner: optax.chain(inner, _FOLLOW),
+        # It accumulates no complex numbers.
+        lambda inner: optax.contrib.split_real_and_imaginary(
+            optax.MultiSteps(inner, 2).gradient_transformation()
+        ),
+    ]
+)
+optimizers = st.builds(
+    lambda wrap, make, rate: wrap(make(rate)), _wrappers, _makers, _rates
+)

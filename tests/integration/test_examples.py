@@ -24,13 +24,7 @@ from helpers.compat import sets_devices_again
 from helpers.inner import standard_promotion
 from loop import has_checkpoint
 from options import above_zero, parse_options
-from precision import (
-    PRECISIONS,
-    cast,
-    cast_params,
-    scale_figures,
-    with_loss_scale,
-)
+from precision import PRECISIONS, cast, cast_params, scale_figures, with_loss_scale
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SMALL = {
@@ -61,7 +55,6 @@ def options_of(precision: str) -> argparse.Namespace:
     [
         ("float32", lambda fun: fun, jnp.float32, 1.0),
         ("bfloat16", lambda fun: ols.autocast(fun, jnp.bfloat16), jnp.float32, 1.0),
-        ("float8", ols.autocast(dtype=jnp.float8_e4m3fn), jnp.float32, 1.0),
         ("float16", ols.autocast, jnp.float32, 2.0**15),
         ("float16-unscaled", ols.autocast, jnp.float32, 1.0),
         ("O2", ols.autocast(level="O2"), jnp.float32, 2.0**15),
@@ -84,10 +77,9 @@ def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scal
         ]
     assert programs[0] == programs[1]
     assert ("f16" in programs[0]) == (precision != "float32")
-    assert ("float8_e4m3fn" in programs[0]) == (precision == "float8")
     state = with_loss_scale(optax.sgd(0.1), options).init(params)
     assert ols.get_loss_scale(state) == loss_scale
-    assert len(PRECISIONS) == 8
+    assert len(PRECISIONS) == 7
 
 
 def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():

@@ -7,21 +7,15 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from helpers.inner import standard_promotion
 from optax_lossscale import demo
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("standard_promotion"),
     pytest.mark.skipif(
         jax.default_backend() != "gpu", reason="there is no NVIDIA GPU here"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    with standard_promotion():
-        yield
 
 
 def test_float16_subnormals_are_not_flushed():

@@ -19,19 +19,13 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
-from helpers.inner import standard_promotion
 
+# The layers of these frameworks need it.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 SCALE = 2.0**10
 X = jnp.linspace(-1.0, 1.0, 96).reshape(32, 3)
 Y = X.sum(axis=1, keepdims=True)
 BAD_X = X.at[0, 0].set(jnp.nan)
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """The layers of these frameworks need it."""
-    with standard_promotion():
-        yield
 
 
 class Run(NamedTuple):

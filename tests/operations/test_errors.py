@@ -31,7 +31,7 @@ def test_arguments_without_values_are_refused():
         ({"loss_scale": float("nan")}, ValueError, "`loss_scale` must be"),
         ({"loss_scale": "high"}, TypeError, "`loss_scale` must be"),
         ({"level": "O4"}, ValueError, r"`level` must be one of .*got 'O4'"),
-        ({"dtype": jnp.float32}, ValueError, "`dtype` must be narrower than float32"),
+        ({"dtype": jnp.float32}, ValueError, "`dtype` must be float16 or bfloat16"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, text):

@@ -1,15 +1,18 @@
 """A planted fault is named by its line and scope, in plain JAX and in frameworks."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_lossscale as ols
 from helpers.modules import FRAMEWORKS
 from helpers.operations import rounded as as_float16
 from helpers.places import place_of
+from helpers.under_autocast import dtypes_of
 from optax_lossscale.diagnostics import (
     first_nonfinite,
     print_operation_report,
@@ -116,12 +119,12 @@ def test_faults_in_layers_of_a_framework_are_named_forward_and_backward(framewor
 
     line = place_of(framework.net.__call__, "layer")
     first = first_nonfinite(trace(loss_fn, framework.make(SECOND_OVERFLOWS)))
-    assert_named(first, ["dot_general"], line, framework.scope.format(1))
+    assert_named(first, ["dot_general"], line, framework.scope)
     count = int(jnp.sum(X * 9e4 > HALF_MAX))
     assert_beyond_float16(first, 9e4 * jnp.max(X), count)
     first = first_nonfinite(trace(loss_fn, framework.make(ONES), loss_scale=2.0**20))
-    scope = framework.scope.format(1)
-    assert_named(first, ["convert_element_type"], line, scope, is_backward=True)
+    kinds = ["convert_element_type"]
+    assert_named(first, kinds, line, framework.scope, is_backward=True)
 
 
 def test_the_product_whose_gradient_is_flushed_is_named():
@@ -158,3 +161,23 @@ def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(capsys):
     text = capsys.readouterr().out
     assert "Only the loss scale makes it overflow: with a scale lower by 2**1" in text
     assert first_nonfinite(trace(loss_fn, loss_scale=scale / 2)) is None
+
+
+def test_with_the_lines_of_the_report_in_high_no_operation_loses_much(capsys):
+    def loss_fn(kernels, x):
+        exact, large, small = kernels
+        x = x @ exact
+        x = x @ large  # beyond the range
+        x = x @ small  # subnormal
+        return jnp.mean(x)
+
+    kernels = [factor * jnp.eye(4) for factor in (1.0, 1e5, 1e-7)]
+    print_operation_report(trace(loss_fn, kernels, loss_scale=2.0**10))
+    lines = set(re.findall(r"\S+:\d+ \(\S+?\)", capsys.readouterr().out))
+    assert lines == {
+        place_of(loss_fn, name) for name in ("beyond the range", "subnormal")
+    }
+    mended = ols.autocast(loss_fn, high=sorted(lines))
+    print_operation_report(trace(mended, kernels, loss_scale=2.0**10))
+    assert "No operation loses more than a few roundings do." in capsys.readouterr().out
+    assert dtypes_of(mended, kernels, X) == ["float16", "float32", "float32"]

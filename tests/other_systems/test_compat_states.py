@@ -153,10 +153,10 @@ def test_the_rule_has_the_settings_of_the_object(peer):
     assert shown == peer.settings
 
 
-OTHER_RULES = [ols.smooth_loss_scale(), ols.presets.deepspeed(), ols.no_loss_scale()]
+OTHER_RULES = [ols.headroom_loss_scale(), ols.presets.deepspeed(), ols.no_loss_scale()]
 
 
-@pytest.mark.parametrize("rule", OTHER_RULES, ids=["smooth", "deepspeed", "none"])
+@pytest.mark.parametrize("rule", OTHER_RULES, ids=["headroom", "deepspeed", "none"])
 @pytest.mark.parametrize(
     ("cls", "message"),
     [

@@ -169,8 +169,9 @@ def test_a_parameter_without_gradient_is_averaged_but_does_not_decay(absent, win
     for _ in range(window or 1):
         updates, opt_state = tx.update(grads, opt_state, params)
     assert updates | {"n": 0} == {"used": -0.5, "unused": absent, "none": None, "n": 0}
-    average = {"used": 0.5, "unused": 1.0, "none": None, "n": 3}
+    average = {"used": 0.5, "unused": 1.0, "none": None, "n": None}  # Held fixed.
     assert ols.ema_params(opt_state) == average
+    assert ols.finalize_params(params, opt_state) == average | {"n": 3}
     assert types(opt_state) == before
 
 

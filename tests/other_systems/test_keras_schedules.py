@@ -109,7 +109,7 @@ def test_the_formula_of_the_docstring_serves_an_optimizer_with_one_count():
 
 
 def test_counts_in_the_state_are_of_updates_as_in_optax():
-    # So a state that was saved by `optax.MultiSteps` or by version 0.1.0 fits.
+    # So a state that was saved by `optax.MultiSteps` fits.
     _, opt_state = all_updates(make(optax.adam(step_itself)), 6)
     counts = optax.tree.get_all_with_path(opt_state, "count")
     assert [int(count) for _, count in counts] == [2, 2]

@@ -113,7 +113,8 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 # `test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked`;
 # 21, leaves that are not floating:
 # `test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero`,
-# `test_integer_and_float0_leaves_pass_through`, and NaN in an imaginary part:
+# `test_integers_are_held_fixed_whatever_gradient_jax_gives_them`, and NaN in an
+# imaginary part:
 # `test_all_finite_sees_nan_and_both_infinities_in_each_dtype`;
 # 22, an inner optimizer that sees a NaN:
 # `test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan`;
@@ -220,7 +221,7 @@ def test_jax_12_a_nan_is_never_accepted_after_many_skipped_steps():
 
 
 # 24, weight decay that is scaled or flushed to zero:
-# `test_a_good_step_equals_the_bare_optimizer`.
+# `test_eager_a_good_step_gives_the_bits_of_the_bare_optimizer_and_a_bad_one_none`.
 
 
 # 25, factors that are not powers of two:

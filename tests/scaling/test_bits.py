@@ -7,7 +7,7 @@ import pytest
 
 from helpers.compare import assert_same_bits
 from helpers.float_values import DTYPES, as_float64, values_of
-from optax_lossscale._bits import split, split_number
+from optax_lossscale._ground.bits import split, split_number
 
 
 @pytest.mark.fast_every(4)

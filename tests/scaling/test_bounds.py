@@ -12,18 +12,16 @@ from helpers.compat import enable_x64
 from helpers.history import scales_after
 
 INF = math.inf
-RULES = {
-    "dynamic": ols.dynamic_loss_scale,
-    "smooth": ols.smooth_loss_scale,
-    "headroom": ols.headroom_loss_scale,
-}
+of_both_rules = pytest.mark.parametrize(
+    "make", [ols.dynamic_loss_scale, ols.headroom_loss_scale]
+)
 
 
 def rising_floor(step):
     return jnp.where(step >= 3, 64, 1)  # Integers will do.
 
 
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@of_both_rules
 def test_the_floor_can_be_a_schedule_of_the_steps_taken_so_far(make):
     rule = make(1.0, min_scale=rising_floor, max_scale=2.0**20)
     for maximum in (INF, 65504.0):
@@ -34,13 +32,13 @@ def powers(step):
     return jnp.ldexp(jnp.float32(1), step)
 
 
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@of_both_rules
 def test_the_cap_wins_where_a_scheduled_floor_exceeds_it(make):
     rule = make(2.0, min_scale=powers, max_scale=8.0)
     assert scales_after(rule, [INF] * 6) == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@of_both_rules
 def test_the_cap_can_be_a_schedule_of_optax(make):
     cap = optax.piecewise_constant_schedule(2.0**10, {2: 2.0**-5})
     with jax.numpy_dtype_promotion("standard"):  # As Optax needs.
@@ -48,17 +46,16 @@ def test_the_cap_can_be_a_schedule_of_optax(make):
         assert scales_after(rule, [2.0**-20] * 4) == [2.0**10] * 2 + [2.0**5] * 2
 
 
-@pytest.mark.parametrize("name", ["smooth", "headroom"])
-def test_bounds_are_rounded_inward_to_powers_of_two(name):
-    rule = RULES[name](2.0**15, min_scale=3.0, max_scale=1000.0)
+def test_bounds_of_the_headroom_rule_are_rounded_inward_to_powers_of_two():
+    rule = ols.headroom_loss_scale(2.0**15, min_scale=3.0, max_scale=1000.0)
     trace = scales_after(rule, [2.0**-20] + [2.0**30] + [INF] * 20)
     assert (trace[0], trace[-1]) == (512, 4)
     # The cap wins where scheduled bounds have no power of two between them.
-    rule = RULES[name](min_scale=lambda step: 5.0, max_scale=7.0)
+    rule = ols.headroom_loss_scale(min_scale=lambda step: 5.0, max_scale=7.0)
     assert scales_after(rule, [1.0]) == [4]
 
 
-@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@of_both_rules
 def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make):
     values = jnp.asarray([math.nan, -1.0, 0.0, INF])
     rule = make(2.0, min_scale=values.__getitem__, max_scale=values.__getitem__)
@@ -68,7 +65,7 @@ def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make):
 
 
 @pytest.mark.fast_every(3)
-@pytest.mark.parametrize("make", RULES.values())
+@of_both_rules
 def test_bounds_are_rounded_to_float32_in_x64_too(make):
     with enable_x64(True):
         cap = jnp.asarray(16.0, jnp.float64)
@@ -87,18 +84,16 @@ def test_a_schedule_must_return_one_number():
             ols.dynamic_loss_scale(min_scale=lambda step, value=value: value)
 
 
-@pytest.mark.parametrize("name", ["smooth", "headroom"])
 @pytest.mark.parametrize("bounds", [(5.0, 7.0), (2.0**-3 * 1.5, 2.0**-3 * 1.5)])
-def test_fixed_bounds_without_a_power_of_two_between_them_are_refused(name, bounds):
+def test_fixed_bounds_without_a_power_of_two_between_them_are_refused(bounds):
     with pytest.raises(ValueError, match="must have a power of two between them"):
-        RULES[name](min_scale=bounds[0], max_scale=bounds[1])
+        ols.headroom_loss_scale(min_scale=bounds[0], max_scale=bounds[1])
 
 
-@pytest.mark.parametrize("name", ["smooth", "headroom"])
 @pytest.mark.parametrize(
     "bounds", [(4.0, 4.0), (4.0, 7.0), (5.0, 8.0), (2.0**-126,) * 2]
 )
-def test_fixed_bounds_may_touch_a_power_of_two(name, bounds):
-    rule = RULES[name](min_scale=bounds[0], max_scale=bounds[1])
+def test_fixed_bounds_may_touch_a_power_of_two(bounds):
+    rule = ols.headroom_loss_scale(min_scale=bounds[0], max_scale=bounds[1])
     scale = rule.adjust(rule.init(), True, 1.0).loss_scale
     assert bounds[0] <= scale <= bounds[1]

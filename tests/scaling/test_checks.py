@@ -10,11 +10,8 @@ import matplotlib.pyplot as plt
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale._checks import (
-    check_number,
-    check_output_file,
-    check_picture_file,
-)
+from optax_lossscale._ground.checks import check_number
+from optax_lossscale.plotting._files import check_output_file, check_picture_file
 
 
 def test_the_error_for_a_setting_without_an_upper_limit_names_no_upper_limit():

@@ -51,18 +51,6 @@ def test_the_inner_optimizer_sees_the_masters_that_it_sees_without_compact(make,
     assert_same_bits(own[-1][1].inner_state, full[-1][1].inner_state)
 
 
-def test_ties_in_bfloat16_go_away_from_zero_and_masters_stay_those_of_full_masters():
-    params = jnp.asarray([1.0, -1.0, 1 + 2**-7, -1 - 2**-7], jnp.bfloat16)
-    # The masters after one step are 1 + 2**-8 and 1 + 3 * 2**-8: ties.
-    grads = -jnp.sign(params.astype(jnp.float32)) * 2.0**-8
-    sgd = lenient(optax.sgd(1.0))
-    _, (full, full_state) = steps(ols.master_weights(sgd), params, [grads])
-    _, (own, own_state) = steps(compact(sgd), params, [grads])
-    assert full.tolist() == [1.0, -1.0, 1 + 2**-6, -1 - 2**-6]
-    assert own.tolist() == [1 + 2**-7, -1 - 2**-7, 1 + 2**-6, -1 - 2**-6]
-    assert_same_bits(ols.full_masters(own, own_state), full_state.master_params)
-
-
 @in_each_half
 def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
     bits = RNG.integers(0, 2**16, size=(2, 50_000)).astype(np.uint16)
@@ -87,18 +75,6 @@ def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
         assert (error <= 2.0**-40).all()
     else:
         np.testing.assert_array_equal(master, full_state.master_params)
-
-
-def test_a_parameter_that_falls_almost_to_zero_is_its_own_master():
-    # -(1 + 2**-24) needs 25 bits, so the update can only lead to zero.
-    params = jnp.bfloat16(1.0)
-    sgd = lenient(optax.sgd(1.0))
-    state = compact(sgd).init(params)
-    params, state = ols.set_full_masters(params, state, jnp.float32(1 - 2**-24))
-    assert params == 1.0
-    _, (params, state) = steps(compact(sgd), params, [jnp.float32(1.0)], state=state)
-    assert params == 0
-    assert ols.full_masters(params, state) == 0
 
 
 @in_each_half
@@ -171,7 +147,6 @@ def labels(params):
 
 
 AROUND = {
-    "alone": lambda make: make(adam(0.01)),
     "ema in front": lambda make: optax.chain(optax.ema(0.9), make(adam(0.01))),
     "masked": lambda make: optax.chain(
         optax.masked(make(optax.sgd(0.01)), lambda t: jax.tree.map(jnp.ndim, t))
@@ -187,7 +162,7 @@ AROUND = {
 }
 
 
-@pytest.mark.fast_every(4)
+@pytest.mark.fast_every(6)
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("name", AROUND)
 def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):

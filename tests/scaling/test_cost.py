@@ -41,7 +41,7 @@ def compiled_update(tx, dtype, cast):
     return lowered.compile()
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(
     "dtype",
     [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float32],

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import jax
 import jax.export
@@ -15,10 +16,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers import strategies
 from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
-from helpers.strategies import nonfinite
-from optax_lossscale import _finite
+from optax_lossscale._scaling import finite as _finite
 
 
 @pytest.fixture(params=[True, False], ids=["local", "unknown"], autouse=True)
@@ -89,23 +90,39 @@ def test_all_members_of_several_axes_see_the_same(names):
         assert largest(grid.at[1, 1].set(bad)).tolist() == [[jnp.inf] * 2] * 2
 
 
-# Few sizes, as operations are compiled anew for each.
-SIZES = st.lists(st.sampled_from([0, 1, 4, 9]), min_size=1, max_size=4)
+def grouped(*leaves, **options):
+    """The fast form, with groups so small that a few leaves fill several of them."""
+    with mock.patch.multiple(_finite, _SMALL=4, _GROUP=2):
+        return _finite._reduce_groups(*leaves, divisor=None, **options)
 
 
-@pytest.mark.fast_every(4)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@given(sizes=SIZES, seed=st.integers(0, 99), bad=st.none() | nonfinite)
-def test_the_largest_magnitude_equals_that_of_numpy(dtype, sizes, seed, bad):
-    rng = np.random.default_rng(seed)
-    arrays = [(1e4 * rng.standard_cauchy(size)).clip(-6e4, 6e4) for size in sizes]
-    arrays = [array.astype(dtype) for array in arrays]
-    if bad is not None and sizes[seed % len(sizes)]:
-        arrays[seed % len(sizes)][-1] = bad
-    flat = np.abs(np.concatenate(arrays).astype(np.float32))
-    expected = np.inf if np.isnan(flat).any() else flat.max(initial=0)
-    assert float(ols.max_magnitude(arrays)) == expected
-    assert bool(ols.all_finite(arrays)) == (expected < np.inf)
+@given(
+    trees=strategies.similar_trees(1, max_leaves=4),
+    loss_scale=strategies.powers_of_two | st.just(3.0),
+    seed=st.integers(0, 99),
+    bad=st.none() | strategies.nonfinite,
+)
+def test_the_grouped_check_and_numpy_agree_with_the_plain_one(
+    trees, loss_scale, seed, bad
+):
+    tree = trees[0] if bad is None else strategies.poisoned(trees[0], seed, bad)
+    with enable_x64(True):
+        state = ols.static_loss_scale(loss_scale).init()
+        unscaled = [x for x in jax.tree.leaves(ols.unscale(tree, state)) if x.size]
+        numbers = map(np.asarray, unscaled)
+        entries = [part.ravel() for x in numbers for part in (x.real, x.imag)]
+        largest = np.float32(np.abs(np.concatenate(entries)).max())
+        largest = largest if np.isfinite(largest) else np.float32(np.inf)
+        for statistic, read, expected in [
+            (_finite._ALL_FINITE, _finite.is_finite, largest < np.inf),
+            (_finite._MAX_MAGNITUDE, _finite.largest_magnitude, largest),
+        ]:
+            assert read(tree, state.loss_scale, None) == expected
+            plain = statistic.plain(_finite._unscaled(unscaled, None))
+            assert plain == expected
+            for cut in (True, False):
+                fast = grouped(*unscaled, statistic=statistic, cut=cut)
+                assert_same_bits(fast, plain)
 
 
 @pytest.mark.fast_every(2)
@@ -165,20 +182,6 @@ def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
     traced = jax.jit(lambda leaves: ols.all_finite(leaves)).trace(leaves)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.reduce(") == 1 + (1 if _finite._are_local() else 12)
-
-
-@pytest.mark.parametrize(
-    ("scale", "dtype"), [(2.0**-15, jnp.complex64), (3.0, jnp.float16)]
-)
-def test_unscaling_the_largest_magnitude_equals_the_largest_of_the_unscaled(
-    scale, dtype
-):
-    state = ols.static_loss_scale(scale).init()
-    parts = np.random.default_rng(0).normal(size=(2, 50)) * 1e3
-    leaf = jax.lax.complex(*jnp.asarray(parts, jnp.float32))
-    leaf = leaf if dtype == jnp.complex64 else leaf.real.astype(dtype)
-    exact = ols.max_magnitude(ols.unscale(leaf, state))
-    assert _finite.largest_magnitude(leaf, state.loss_scale, None) == exact
 
 
 def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():

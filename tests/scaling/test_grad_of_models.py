@@ -1,6 +1,8 @@
 """`scaled_value_and_grad` of NNX modules and states, and of Equinox modules."""
 
+import collections
 import functools
+import operator
 
 import equinox as eqx
 import jax
@@ -13,20 +15,14 @@ from flax import nnx
 import optax_lossscale as ols
 from helpers import modules
 from helpers.compare import assert_same_bits
-from helpers.inner import standard_promotion
 
+# Flax's and Equinox's layers need it.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 X = jnp.arange(8.0).reshape(4, 2) / 4
 Y = jnp.ones((4, 2))
 SCALE = 2.0**10
 STATE = ols.static_loss_scale(SCALE).init()
 Net = functools.partial(modules.Net, width=2)
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Flax's and Equinox's layers need it."""
-    with standard_promotion():
-        yield
 
 
 def loss_fn(model, x, y):
@@ -83,7 +79,6 @@ def with_aux(model, x):
 
 
 KERNELS = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("kernel")))
-# A loss function, settings, and how to make its arguments.
 PARTIAL = functools.partial(with_keyword, y=Y, train=True)
 # A loss function, settings, and how to make its arguments.
 LOSSES = {
@@ -257,16 +252,68 @@ def test_init_and_update_take_an_equinox_module_whole_or_filtered(rule):
 
 
 def test_leaves_that_are_no_floating_arrays_are_held_fixed_and_get_none():
-    params = {"w": jnp.ones(2), "steps": jnp.arange(2), "name": "x", "rate": 0.5}
+    params = {"w": jnp.ones(2), "steps": jnp.arange(2), "name": "x", "count": 3}
 
     def fun(params):
         assert params["name"] == "x"
-        assert params["rate"] == 0.5
-        return jnp.sum(params["w"] * params["rate"])
+        assert params["count"] == 3
+        return jnp.sum(params["w"] / 2)
 
     grads = ols.scaled_grad(fun, STATE)(params)
     np.testing.assert_array_equal(grads.pop("w"), [SCALE / 2] * 2)
-    assert grads == {"steps": None, "name": None, "rate": None}
+    assert grads == {"steps": None, "name": None, "count": None}
+
+
+def test_a_python_float_is_trained_in_a_dict_and_is_a_setting_in_a_module():
+    dropout = eqx.nn.Dropout(0.5)
+    params = {"w": jnp.ones(2), "temperature": 0.5, "layers": [dropout]}
+
+    def fun(params):
+        return jnp.sum(params["w"] * params["temperature"] * params["layers"][0].p)
+
+    tx = ols.loss_scaled(optax.sgd(0.25), ols.static_loss_scale(SCALE))
+    state = tx.init(params)
+    grads = ols.scaled_grad(fun, state)(params)
+    assert (grads["temperature"], grads["layers"][0].p) == (SCALE, None)
+    updates, _ = tx.update(grads, state, params)
+    assert (updates["temperature"], updates["layers"][0].p) == (-0.25, None)
+
+
+HELD = {
+    "int8": jnp.ones(3, jnp.int8),
+    "bool": jnp.array([True, False]),
+    "number": 3,
+    "flag": True,
+    "numpy": np.arange(2),
+}
+
+
+@pytest.mark.parametrize("rule", [ols.static_loss_scale(SCALE), ols.no_loss_scale()])
+@pytest.mark.parametrize("make", [dict, collections.namedtuple("Params", ["w", *HELD])])
+def test_numbers_that_are_held_fixed_keep_value_and_dtype_over_a_step(make, rule):
+    params = make(w=jnp.ones(3), **HELD)
+    tx = ols.loss_scaled(optax.adam(0.25), rule)
+    state = tx.init(params)
+    leaf = operator.itemgetter if make is dict else operator.attrgetter
+    grads = ols.scaled_grad(lambda p: leaf("w")(p).sum(), state)(params)
+    updates, state = tx.update(grads, state, params)
+    new = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(leaf("w")(new), [0.75] * 3, rtol=1e-5)
+    for name, held in HELD.items():
+        assert leaf(name)(grads) is None
+        np.testing.assert_array_equal(leaf(name)(new), held)
+        assert leaf(name)(new).dtype == jnp.asarray(held).dtype
+
+
+def test_keys_strings_and_functions_are_held_fixed_over_a_step():
+    params = {"w": jnp.ones(2), "key": jax.random.key(0), "name": "x", "act": jnp.tanh}
+    tx = ols.loss_scaled(optax.adam(0.25))
+    state = tx.init(params)
+    grads = ols.scaled_grad(lambda p: p["act"](p["w"]).sum(), state)(params)
+    updates, state = tx.update(grads, state, params)
+    new = eqx.apply_updates(params, updates)  # Optax's adds a number to each leaf.
+    assert [new[name] is params[name] for name in ("key", "name", "act")] == [True] * 3
+    np.testing.assert_allclose(new["w"], [0.75] * 2, rtol=1e-5)
 
 
 def test_python_numbers_alone_are_differentiated_as_by_jax():

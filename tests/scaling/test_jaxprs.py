@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers.programs import equations_of
-from optax_lossscale._jax_internals import scan_sizes
-from optax_lossscale._jaxprs import bind, with_programs
+from optax_lossscale._programs.jaxprs import bind, with_programs
 
 
 def names_in(function, *args):
@@ -44,14 +43,3 @@ def test_programs_change_where_a_parameter_holds_nothing_else():
         assert with_programs(parameter, lambda x: change(id(x), x)) == changed
     branches = (old, old)
     assert with_programs(branches, lambda x: x) is branches
-
-
-def test_the_constants_and_the_carries_of_a_scan_are_counted():
-    def function(a, b, c, xs):
-        def step(carry, x):
-            return (carry[0] + a, carry[1] * b), x + c
-
-        return jax.lax.scan(step, (a, b), xs)
-
-    (scan,) = jax.make_jaxpr(function)(1.0, 2.0, 3.0, jnp.ones(4)).jaxpr.eqns
-    assert scan_sizes(scan.params) == (3, 2)

@@ -11,7 +11,7 @@ from helpers.compare import assert_same_bits
 from helpers.float_values import DTYPES, as_float64, values_of
 from helpers.inner import lenient
 from helpers.programs import casts_left_out_on_gpu
-from optax_lossscale._bits import keep_rounding, split
+from optax_lossscale._ground.bits import keep_rounding, split
 
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn]
 TX = ols.master_weights(lenient(optax.sgd(1.0)))

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers.compare import assert_same_bits
+from helpers import strategies
+from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.inner import standard_promotion
-from optax_lossscale._early_masks import run_masked
-from optax_lossscale._masking import (
+from optax_lossscale._scaling.early_masks import run_masked
+from optax_lossscale._scaling.masking import (
     cast_like,
     mask_inputs,
     mask_results,
@@ -142,7 +144,6 @@ WAYS = {
     "scan": lambda finite, grads, state: jax.lax.scan(
         lambda state, finite: masked(finite, grads, state)[::-1], state, finite[None]
     )[::-1],
-    "plain": masked,
 }
 
 
@@ -159,29 +160,50 @@ def test_a_good_step_that_runs_masked_is_the_plain_one_and_a_bad_one_changes_not
     assert_same_bits(updates["w"].reshape(2), expected_updates["w"])
 
 
-def follow(grads, state):
-    """A state that is computed from the update."""
-    new = -2 * grads
-    return new, (state + new, new)
+@given(strategies.optimizers, strategies.similar_trees(2))
+def test_an_update_masked_early_equals_one_that_is_masked_afterwards(inner, trees):
+    with strategies.x64_for(trees), standard_promotion():
+        params, grads = jax.tree.map(jnp.asarray, trees)
+        old = jax.tree.map(jnp.ones_like, inner.init(params))
+
+        def run(grads, old):
+            updates, new = inner.update(grads, old, params)
+            return updates, cast_like(new, old)
+
+        @jax.jit
+        def early(is_applied, grads, old):
+            return run_masked(is_applied, lambda: run(grads, old), old)
+
+        @jax.jit
+        def plain(is_applied, grads, old):
+            return mask_results(is_applied, *run(grads, old), old)
+
+        new = plain(GOOD, grads, old)
+        assert_within_ulp(early(GOOD, grads, old), new)
+        assert_same_bits(early(BAD, grads, old), plain(BAD, grads, old))
+        for is_applied in (GOOD, BAD):  # Outside `jit`.
+            expected = mask_results(is_applied, *new, old)
+            assert_same_bits(run_masked(is_applied, lambda: new, old), expected)
 
 
-def accumulate(grads, state):
-    """An update that is the new moment too."""
-    new = state + grads
-    return new, (new, new * 2)
+@pytest.mark.parametrize("applied", [GOOD, BAD])
+def test_if_jax_writes_down_a_call_in_another_way_results_are_masked_late(
+    applied, monkeypatch
+):
+    make_jaxpr, old = jax.make_jaxpr, jnp.ones(3)
 
+    def without_calls(fun, return_shape):
+        closed, shapes = make_jaxpr(fun, return_shape=return_shape)()
+        return lambda: (closed.replace(jaxpr=closed.jaxpr.replace(eqns=[])), shapes)
 
-@pytest.mark.parametrize("update", [follow, accumulate])
-def test_update_and_state_that_share_numbers_are_masked_as_each(update):
-    state = (OLD["moment"], GRADS)
-    run = jax.jit(
-        lambda finite, grads, state: run_masked(
-            finite, lambda: update(grads, state[0]), state
-        )
-    )
-    for finite in (GOOD, BAD):
-        expected = mask_results(finite, *update(GRADS, OLD["moment"]), state)
-        assert_same_bits(run(finite, GRADS, state), expected)
+    @jax.jit
+    def step(is_applied):
+        return run_masked(is_applied, lambda: (old * 2, old * 3), old)
+
+    monkeypatch.setattr(jax, "make_jaxpr", without_calls)
+    updates, new = step(applied)
+    assert updates.tolist() == ([2.0] * 3 if applied else [-0.0] * 3)
+    assert new.tolist() == ([3.0] * 3 if applied else [1.0] * 3)
 
 
 @pytest.mark.parametrize("way", [jax.vmap, jax.lax.map, None])

@@ -158,7 +158,7 @@ def scaled_step(name, tx, params, state, poison=1.0):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.fast_every(20)
+@pytest.mark.fast_every(30)
 @pytest.mark.parametrize("name", MATRIX)
 def test_eager_a_good_step_gives_the_bits_of_the_bare_optimizer_and_a_bad_one_none(
     name,
@@ -174,7 +174,7 @@ def test_eager_a_good_step_gives_the_bits_of_the_bare_optimizer_and_a_bad_one_no
     assert ols.get_loss_scale(bad) == SCALE / 2
 
 
-@pytest.mark.fast_every(16)
+@pytest.mark.fast_every(24)
 @pytest.mark.parametrize("name", MATRIX)
 def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
     bare, tx = make(name), ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))

@@ -198,8 +198,8 @@ def test_a_fifth_run_shows_as_rings_where_it_lies_on_the_first():
 def test_histograms_are_drawn_over_the_range_of_the_dtype():
     entries = {
         "before": [2.0**-30, 1.0, 1.0, 0.0],
-        "after": [2.0**-15, 2.0**15],
-        "_g": [0.0],
+        "after": [2.0**-15, 2.0**15] * 2,
+        "_g": [0.0] * 4,
     }
     histograms = {
         name: diagnostics.exponent_histogram(jnp.asarray(values))

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.float_values import all_values, float32_values
 from helpers.programs import equations_of
-from optax_lossscale._remainders import (
+from optax_lossscale._masters.remainders import (
     REMAINDERS,
     join_master,
     remainder_of,

@@ -1,5 +1,8 @@
 """scale and unscale, leaf by leaf."""
 
+import concurrent.futures
+import threading
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -115,6 +118,26 @@ def test_gradients_may_be_unscaled_for_two_scales_one_after_the_other():
     np.testing.assert_array_equal(again, grads)
     without = ols.no_loss_scale().init()
     np.testing.assert_array_equal(ols.unscale(grads, without), grads)
+
+
+def test_threads_that_unscale_at_once_get_what_one_thread_gets():
+    barrier = threading.Barrier(8)
+
+    def many_steps(thread):
+        tx = ols.loss_scaled(optax.sgd(1.0), ols.static_loss_scale(2.0**thread))
+        params = jnp.full(3, float(thread))
+        state = tx.init(params)
+        barrier.wait()
+        for _ in range(20):
+            grads = ols.scale(jnp.full(3, 0.5), state)
+            clipped = jnp.minimum(ols.unscale(grads, state), 0.25)
+            updates, state = tx.update(clipped, state, params, grads_unscaled=True)
+            params = optax.apply_updates(params, updates)
+        return params.tolist(), int(state.loss_scale_state.step_count)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(many_steps, range(8)))
+    assert results == [([thread - 5.0] * 3, 20) for thread in range(8)]
 
 
 def is_weight(path, _):

@@ -189,7 +189,7 @@ def test_only_an_optimizer_that_holds_masters_sees_half_precision_parameters(
     params = {"half": jnp.ones(2, jnp.float16), "int": jnp.arange(2), "none": None}
     tx = ols.loss_scaled(optax.GradientTransformation(inner.init, update), RULE)
     tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert_same_bits(seen[0], {**params, "half": jnp.ones(2, dtype)})
+    assert_same_bits(seen[0], {"half": jnp.ones(2, dtype), "int": None, "none": None})
 
 
 def test_init_accepts_abstract_parameters():
@@ -378,12 +378,7 @@ def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
     assert not np.any(updates["w"])
 
 
-RULES_THAT_SKIP = [
-    RULE,
-    ols.static_loss_scale(SCALE),
-    ols.smooth_loss_scale(SCALE),
-    ols.headroom_loss_scale(SCALE),
-]
+RULES_THAT_SKIP = [RULE, ols.static_loss_scale(SCALE), ols.headroom_loss_scale(SCALE)]
 
 
 @pytest.mark.parametrize("rule", RULES_THAT_SKIP)
@@ -411,13 +406,13 @@ def test_types_stay_the_same_in_x64():
         assert state.loss_scale_state.step_count.dtype == jnp.int32
 
 
-def test_integer_and_float0_leaves_pass_through():
+def test_integers_are_held_fixed_whatever_gradient_jax_gives_them():
     params = {"w": jnp.ones(2), "steps": jnp.arange(3)}
     grads = {"w": jnp.ones(2) * SCALE, "steps": np.zeros(3, jax.dtypes.float0)}
     tx = ols.loss_scaled(optax.identity(), RULE)
     updates, _ = tx.update(grads, tx.init(params), params)
     assert updates["w"].tolist() == [1.0, 1.0]
-    assert updates["steps"].dtype == jax.dtypes.float0
+    assert optax.apply_updates(params, updates)["steps"].tolist() == [0, 1, 2]
     bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
     assert not np.any(tx.update(bad, tx.init(params), params)[0]["w"])
 

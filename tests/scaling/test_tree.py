@@ -9,13 +9,7 @@ from flax import linen as nn
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.nodes import Foreign
-from optax_lossscale._tree import (
-    copy_wide,
-    is_floating,
-    strengthen,
-    wide_param,
-    widen,
-)
+from optax_lossscale._ground.tree import copy_wide, is_floating, strengthen, widen
 
 
 class Wrapped:
@@ -54,7 +48,7 @@ def test_an_abstract_parameter_keeps_its_sharding_when_widened_and_its_copy_is_z
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     param = jax.ShapeDtypeStruct((2, 3), jnp.float16, sharding=sharding)
     wide = jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)
-    assert wide_param(param) == wide
+    assert widen(param) == wide
     assert_same_bits(copy_wide(param), jnp.zeros((2, 3)))
     assert copy_wide(jnp.sum) is jnp.sum
 

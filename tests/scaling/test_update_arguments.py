@@ -11,10 +11,12 @@ from flax import linen as nn
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.inner import adam, standard_promotion
+from helpers.inner import adam
 from helpers.nodes import Foreign
 from helpers.steps import recorder
 
+# Keras's parts use Optax's own, which need it.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 PARAMS = {"w": jnp.asarray([1.0, -2.0])}
 GRADS = {"w": jnp.asarray([0.5, 0.25])}
 BAD_GRADS = {"w": jnp.asarray([jnp.nan, 0.25])}
@@ -39,13 +41,6 @@ WRAPPERS = {
         inner, **KERAS_OPTIONS
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _standard_promotion():
-    """Keras's parts use Optax's own, which need it."""
-    with standard_promotion():
-        yield
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -17,7 +17,6 @@ GRADS = jnp.asarray([0.5, 0.25])
 
 RULES = {
     "dynamic": ols.dynamic_loss_scale(2.0**10, growth_interval=2),
-    "smooth": ols.smooth_loss_scale(2.0**10),
     "headroom": ols.headroom_loss_scale(2.0**10),
     "static": ols.static_loss_scale(2.0**10),
     "unchecked": ols.static_loss_scale(2.0**10, skip_nonfinite=False),

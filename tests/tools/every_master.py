@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from optax_lossscale._remainders import join_master, remainder_of, round_master
+from optax_lossscale._masters.remainders import join_master, remainder_of, round_master
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 CHUNK = 2**24

@@ -27,7 +27,6 @@ RULES = {
         growth_interval=20, hysteresis=3, hysteresis_refill="growth", **LIMITS
     ),
     "static": ols.static_loss_scale(2.0**10),
-    "smooth": ols.smooth_loss_scale(growth_bits=0.05, **LIMITS),
     "headroom": ols.headroom_loss_scale(**LIMITS),
 }
 OPTIMIZERS = {

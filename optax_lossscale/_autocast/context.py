@@ -1,0 +1,49 @@
+"""What surrounds a trace: the low dtype of `autocast`, and a record of its calls.
+
+JAX does not reuse what it traced in another context. So a jitted function is traced
+once for each low dtype, and anew for each record. A thread has a context of its own.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from optax_lossscale._autocast.levels import Settings
+
+# The program of a call, as it was traced, and how it is rewritten. O0 has no program.
+Call: TypeAlias = tuple[core.Jaxpr | None, Settings]
+
+
+class Context(NamedTuple):
+    """What `autocast` says to the functions that it traces.
+
+    Attributes:
+      dtype: The low dtype; None outside of `autocast`, and in a marked function.
+      record: Takes each call of `autocast`, if somebody asks for them.
+    """
+
+    dtype: jnp.dtype | None = None
+    record: Callable[[Call], None] | None = None
+
+
+context = jax.make_user_context(Context())
+
+
+def traced_for(dtype: jnp.dtype | None) -> contextlib.AbstractContextManager[None]:
+    """A context in which functions are traced for a low dtype, or for none."""
+    inner: contextlib.AbstractContextManager[None]
+    inner = context(context.value._replace(dtype=dtype))
+    return inner
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[list[Call]]:
+    """A context in which JAX traces anew, and the list of the calls in it."""
+    calls: list[Call] = []
+    with context(context.value._replace(record=lambda call: calls.append(call))):
+        yield calls
+    calls.clear()  # JAX keeps the context beside what it traced.

@@ -1,0 +1,289 @@
+"""What each kind of leaf means, and functions on the leaves of a pytree.
+
+Throughout the package, "floating" covers the first two of these kinds:
+
+* float16, bfloat16, float8, float32: computed in float32; float64 in float64;
+* complex: real and imaginary part, each as above;
+* integer, bool, `float0`, keys and other extended dtypes: returned unchanged, and
+  always finite;
+* what is no array, such as a function, a module or a dtype, although it may have a
+  `dtype`: returned unchanged;
+* an array of another library, which would be skipped silently: refused;
+* `None` and `optax.MaskedNode`: no leaves;
+* empty arrays: finite, with magnitude zero.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from optax_lossscale._ground.types import KeyPath, Mask, PyTree
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+# They describe an array, and stand for it where no entries are needed.
+_ABSTRACT = (jax.ShapeDtypeStruct, jax.core.AbstractValue)
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def dtype_of(leaf: object) -> np.dtype | None:
+    """The dtype of an array, which may be abstract or wrapped; None for other objects.
+
+    Other objects may have a `dtype` too: a module, or a class such as `jnp.float16`.
+    """
+    array = unwrapped(leaf)
+    is_array = isinstance(array, _ARRAYS + _ABSTRACT)
+    return getattr(array, "dtype", None) if is_array else None
+
+
+def is_numeric(leaf: object) -> bool:
+    """Whether a leaf is an array, which may be abstract or wrapped, or a number."""
+    return dtype_of(leaf) is not None or isinstance(leaf, complex | float | int)
+
+
+def is_floating_array(leaf: object) -> bool:
+    """Whether a leaf is a floating or complex array."""
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_floating(leaf: object) -> bool:
+    """Whether a leaf is a floating or complex array or number."""
+    return isinstance(leaf, float | complex) or is_floating_array(leaf)
+
+
+def check_arrays(leaves: Iterable[object]) -> None:
+    """Refuses arrays of other libraries, whose entries would all count as finite."""
+    for leaf in leaves:
+        is_foreign = hasattr(type(leaf), "__array__") and dtype_of(leaf) is None
+        if is_foreign or isinstance(leaf, jax.Ref):
+            raise TypeError(
+                "every array must be one of JAX or NumPy, got one of type "
+                f"{type(leaf).__name__}. (Convert it with `jnp.asarray`, or read a "
+                "`jax.Ref` with `ref[...]`.)"
+            )
+
+
+def unwrapped(leaf: PyTree) -> PyTree:
+    """The array in a wrapped one; any other object unchanged."""
+    return leaf.__jax_array__() if is_wrapped(leaf) else leaf
+
+
+def is_wrapped(node: object) -> bool:
+    """Whether a node wraps an array, as `nnx.Variable` and Keras's variables do."""
+    return not isinstance(node, jax.Array) and hasattr(type(node), "__jax_array__")
+
+
+def is_absent(node: object) -> bool:
+    """Whether a node stands for a leaf that is missing."""
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns float32 for narrower floating dtypes, and any other one unchanged."""
+    # Not by `promote_types`, which has no path from float8 to float32.
+    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
+def is_float8(leaf: object) -> bool:
+    """Whether a leaf is in float8 or less, to which JAX adds nothing of another dtype.
+
+    Updates of such a parameter must be in its own dtype. (float8_e8m0fnu has no zero,
+    so nothing could update a parameter in it.)
+    """
+    if not is_floating_array(leaf):
+        return False
+    dtype = dtype_of(leaf)
+    return jnp.finfo(dtype).bits <= 8 and dtype != jnp.float8_e8m0fnu
+
+
+def widen(leaf: PyTree) -> PyTree:
+    """Casts a floating leaf, which may be abstract, to float32 or wider.
+
+    Arrays become strongly typed. Other leaves are returned unchanged.
+    """
+    if not is_floating(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return cast_abstract(leaf, wide_dtype(leaf.dtype))
+    array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(unwrapped(leaf))
+    dtype = wide_dtype(array.dtype)
+    if array.dtype == dtype and not array.weak_type:
+        return array  # Saves a call for each leaf outside `jit`.
+    return lax.convert_element_type(array, dtype)
+
+
+def strengthen(leaf: PyTree) -> PyTree:
+    """Makes a leaf strongly typed, as it will be after the first update."""
+    # Keys are arrays without this attribute.
+    is_weak = isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False)
+    return leaf.astype(leaf.dtype) if is_weak else leaf
+
+
+def copy_wide(param: PyTree) -> PyTree:
+    """A widened copy of a parameter, or zeros for an abstract one.
+
+    The copy has a buffer of its own, so that parameters and state can both be donated.
+    """
+    if not is_numeric(param):
+        return param
+    if isinstance(param, jax.ShapeDtypeStruct):
+        return jnp.zeros_like(widen(param))
+    return jnp.array(widen(param))
+
+
+def cast_abstract(
+    array: jax.ShapeDtypeStruct, dtype: jax.typing.DTypeLike
+) -> jax.ShapeDtypeStruct:
+    """An abstract array of another dtype, with the same sharding."""
+    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
+
+
+def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
+    """Both parts of a complex array; a real array alone."""
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return (lax.real(array), lax.imag(array)) if is_complex else (array,)
+
+
+def map_floating(
+    function: Callable[..., list[jax.Array]],
+    tree: PyTree,
+    *args: jax.Array,
+    is_mapped: Callable[[object], bool] = is_floating,
+) -> PyTree:
+    """Replaces floating leaves by the results of a function of the list of them."""
+    leaves, structure = jax.tree.flatten(tree)
+    flags = [is_mapped(leaf) for leaf in leaves]
+    pairs = list(zip(leaves, flags, strict=True))
+    mapped = iter(function([unwrapped(leaf) for leaf, flag in pairs if flag], *args))
+    merged = [next(mapped) if flag else leaf for leaf, flag in pairs]
+    return jax.tree.unflatten(structure, merged)
+
+
+def floating_leaves(tree: PyTree) -> dict[str, PyTree]:
+    """The floating leaves by their paths, such as `"layer/kernel"`."""
+    check_arrays(jax.tree.leaves(tree))
+    found: dict[str, PyTree] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if is_floating(leaf):
+            name = path_name(path)
+            # A key may itself hold a slash, so that two paths read the same.
+            name = jax.tree_util.keystr(path) if name in found else name
+            while name in found:  # Nodes of your own may give all leaves one key.
+                name += "'"
+            found[name] = leaf
+    return found
+
+
+def path_name(path: KeyPath) -> str:
+    """The name of a path in a pytree, such as `"layer/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_at(keys: KeyPath, path: str | None) -> bool:
+    """Whether a key path is, or begins with, a path in words; True for None."""
+    if not isinstance(path, str | None):
+        raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
+    return path is None or path.rstrip("/") in _paths_to(keys)
+
+
+def find_one(
+    tree: PyTree, kind: type, path: str | None, must: str, pick: str
+) -> tuple[KeyPath, PyTree] | None:
+    """Path and value of the one node of a type at `path`; None if there is none at all.
+
+    If there are several, an error lists their paths. It begins with `must`, such as
+    "the tree must hold one LossScaleState", and ends with `pick`, which says how to
+    choose one: `{}` in it stands for the argument, such as `path='generator'`.
+    """
+    everywhere = find_by_type(tree, kind)
+    found = [(keys, node) for keys, node in everywhere if is_at(keys, path)]
+    if len(found) == 1 or not everywhere:
+        return found[0] if found else None
+    at = "" if path is None else f" at `path` {path!r}"
+    got = f"got {len(found)}, at" if found else "got none there, but some at"
+    places = [keys for keys, _ in found or everywhere]
+    listed = ", ".join(f"`{jax.tree_util.keystr(keys)}`" for keys in places)
+    others = [keys for keys, _ in everywhere if keys != places[0]]
+    hint = pick.format(f"path={_unique_path(places[0], others)!r}")
+    raise ValueError(f"{must}{at}, {got} {listed}. (Pick one by its path: {hint})")
+
+
+def _paths_to(keys: KeyPath) -> Iterator[str]:
+    """Paths in words to a node and to the nodes around it, from the outermost on.
+
+    Names may hold slashes, so the paths in Python follow.
+    """
+    ways = [keys[:length] for length in range(len(keys) + 1)]
+    yield from map(path_name, ways)
+    yield from map(jax.tree_util.keystr, ways)
+
+
+def _unique_path(keys: KeyPath, others: Sequence[KeyPath]) -> str:
+    """The shortest path that picks a node and none of the others."""
+    unique = (
+        p for p in _paths_to(keys) if not any(is_at(other, p) for other in others)
+    )
+    return next(unique, jax.tree_util.keystr(keys))
+
+
+def find_by_type(
+    tree: PyTree, kind: type | tuple[type, ...]
+) -> list[tuple[KeyPath, PyTree]]:
+    """Path and value of every node of a type, except those inside another one."""
+
+    def is_one(node: object) -> bool:
+        return isinstance(node, kind)
+
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one)[0]
+    return [(path, node) for path, node in nodes if is_one(node)]
+
+
+def unwrap(tree: PyTree) -> PyTree:
+    """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
+    return jax.tree.map(
+        lambda node: jnp.asarray(unwrapped(node)) if is_wrapped(node) else node,
+        tree,
+        is_leaf=is_wrapped,
+    )
+
+
+def flags_of(mask: Mask, tree: PyTree) -> PyTree:
+    """What a mask of Optax means: a pytree of bools that is a prefix of `tree`."""
+    if mask is None:
+        return True
+    # An Equinox module of bools may be callable too.
+    has_bools = any(isinstance(leaf, bool) for leaf in jax.tree.leaves(mask))
+    mask = mask(tree) if callable(mask) and not has_bools else mask
+    # A mask made from `nnx.state(model)` holds its bools in variables.
+    return jax.tree.map(unwrapped, mask, is_leaf=is_wrapped)
+
+
+def where_true(flags: PyTree, tree: PyTree) -> PyTree:
+    """Keeps the parts of a tree whose flags are True; None elsewhere."""
+    return jax.tree.map(lambda keep, part: part if keep else None, flags, tree)
+
+
+def check_structure(tree: PyTree, params: PyTree, message: str) -> None:
+    """Raises unless each leaf of a tree belongs to a leaf of `params`."""
+
+    def is_matched(leaf: PyTree, param: PyTree) -> bool:
+        return is_absent(leaf) or jax.tree_util.all_leaves([param])
+
+    try:
+        matched = jax.tree.map(is_matched, tree, params, is_leaf=is_absent)
+        detail = "got a leaf where there is a subtree."
+    except ValueError as error:
+        matched, detail = False, f"got: {error}"
+    if not all(jax.tree.leaves(matched)):
+        raise ValueError(
+            f"{message}, {detail} (Do they belong to other arguments? Check `argnums`.)"
+        )

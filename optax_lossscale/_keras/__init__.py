@@ -1,1 +1,0 @@
-"""Keras's `LossScaleOptimizer` for Optax optimizers."""

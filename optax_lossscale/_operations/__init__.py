@@ -1,1 +1,0 @@
-"""Numbers of every operation of a program, from one compiled run."""

@@ -1,0 +1,162 @@
+"""Mask arrays of an update as soon as they are computed, which saves copies on a CPU.
+
+Nothing here changes a result: `run_masked` could be `mask_results(is_applied, *run(),
+old)`, which is what it does outside `jit`. Without it XLA on CPU copies the state, and
+an update of AdamW takes several times as long. On a GPU or a TPU it makes no difference
+(`benchmarks/optimizations.py` has the figures).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.masking import mask_results, mask_state, mask_updates
+
+
+def run_masked(
+    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Runs an update and masks its results, without copying the state.
+
+    Reference: `mask_results(is_applied, *run(), old)`.
+
+    An optimizer computes its updates from its new moments. If the moments are masked
+    only afterwards, the updates need the unmasked moments while the masked ones are
+    written, and XLA on CPU copies the old moments for that. So under `jit` each moment
+    is masked as soon as it is computed, and everything that follows reads the masked
+    one. If the step is good this is the same value; if it is skipped, everything that
+    follows is discarded anyway. The same is done with the updates.
+
+    Args:
+      is_applied: `bool[]`. False if the step is skipped.
+      run: The update: a function without arguments that returns the updates and the new
+        state. It is traced by itself, so it must not leak a traced value.
+      old: The state before the update.
+
+    Returns:
+      Updates and state, masked.
+    """
+    if _is_traced():
+        return _run_masked_early(is_applied, run, old)
+    results: tuple[PyTree, PyTree] = mask_results(is_applied, *run(), old)
+    return results
+
+
+def _is_traced() -> bool:
+    """Whether operations are staged into a program, and `jax.jit` is not disabled."""
+    is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return isinstance(lax.full((), 0), jax.core.Tracer) and not is_disabled
+
+
+def _run_masked_early(
+    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+) -> tuple[PyTree, PyTree]:
+    """`run_masked` under `jit`, with early masks.
+
+    The reference is traced as a jitted function, which is called with its equations in
+    another order. Evaluating them one by one would take almost as long as tracing them.
+    The order of side effects must not change, so an update that has any is called as it
+    is.
+    """
+
+    @jax.jit
+    def update() -> tuple[PyTree, PyTree]:
+        updates, new = run()
+        return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
+
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)()
+    call = closed.jaxpr.eqns[0] if closed.jaxpr.eqns else None
+    inner = None if call is None else call.params.get("jaxpr")
+    results: tuple[PyTree, PyTree]
+    if call is None or inner is None:  # JAX writes down such a call in another way.
+        results = update()
+        return results
+    structure = jax.tree.structure(shapes)
+    if not closed.effects:
+        early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
+        inner = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
+    call = call.replace(params=call.params | {"jaxpr": inner})
+    program = closed.replace(jaxpr=closed.jaxpr.replace(eqns=[call]))
+    outputs = core.jaxpr_as_fun(program)()
+    results = jax.tree.unflatten(structure, outputs)
+    return results
+
+
+def _masked_arrays(updates: PyTree, new: PyTree) -> tuple[set[core.Var], set[core.Var]]:
+    """The variables of the masked moments, and of the masked updates.
+
+    Moments are arrays of the state that have the shape of an update. Masking the rest
+    early saves nothing, and must not happen to a count: if a skipped first step left it
+    at zero, a bias correction would divide by zero, and `jax_debug_nans` would raise.
+    """
+    shapes = {update.aval.shape for update in jax.tree.leaves(updates)} - {()}
+
+    def arrays(tree: PyTree) -> set[core.Var]:
+        return {
+            variable
+            for variable in jax.tree.leaves(tree)
+            if variable.aval.shape in shapes
+            and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+        }
+
+    return arrays(new), arrays(updates)
+
+
+def _masked_early(
+    program: core.Jaxpr, moments: set[core.Var], updates: set[core.Var]
+) -> core.Jaxpr:
+    """Masks arrays right after they are computed, and lets the rest read those.
+
+    Updates are masked early too, because `master_weights` computes its state from them.
+    If both read the same masked array, XLA for TPU computes them in one kernel.
+    """
+    constants: list[core.JaxprEqn] = []
+    computed: list[core.JaxprEqn] = []
+    for equation in program.eqns:
+        is_constant = all(isinstance(atom, core.Literal) for atom in equation.invars)
+        (constants if is_constant else computed).append(equation)
+    given = {*program.invars, *program.constvars}
+    given |= {variable for equation in constants for variable in equation.outvars}
+    masks: dict[core.Var, core.JaxprEqn] = {}
+    for results in (moments, updates):
+        for equation in computed:
+            unmasked = _masked_by(equation, results, given)
+            # An array that is returned twice has two masks. The second stays where it
+            # is, and reads the first.
+            if unmasked is not None and unmasked not in masks:
+                masks[unmasked] = equation
+    moved = set(map(id, masks.values()))
+    equations = [each for each in computed if id(each) not in moved]
+
+    ordered = constants
+    masked: dict[int, core.Var] = {}  # By identity, since a literal has no hash.
+    for equation in equations:
+        if not masked.keys().isdisjoint(map(id, equation.invars)):
+            invars = [masked.get(id(atom), atom) for atom in equation.invars]
+            equation = equation.replace(invars=invars)
+        ordered.append(equation)
+        for variable in equation.outvars:
+            if variable in masks:
+                ordered.append(masks[variable])
+                (masked[id(variable)],) = masks[variable].outvars
+    result: core.Jaxpr = program.replace(eqns=ordered)
+    return result
+
+
+def _masked_by(
+    equation: core.JaxprEqn, results: set[core.Var], given: set[core.Var]
+) -> core.Var | None:
+    """The variable that an equation masks, if it may do so as soon as that is known."""
+    if equation.primitive is not lax.select_n_p or equation.outvars[0] not in results:
+        return None
+    *others, new = equation.invars
+    if isinstance(new, core.Literal) or new in given:
+        return None
+    are_given = all(isinstance(atom, core.Literal) or atom in given for atom in others)
+    # Later equations rely on the type.
+    has_same_type = new.aval == equation.outvars[0].aval
+    return new if are_given and has_same_type else None

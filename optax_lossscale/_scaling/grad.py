@@ -1,0 +1,217 @@
+"""Differentiate a scaled loss, and report the true loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, wrt_of
+from optax_lossscale._ground.parameters import split_parameters
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.scale import multiply, warn_of_outer_wrappers
+from optax_lossscale._scaling.state import get_loss_scale
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **jax_kwargs: Any,
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, for the true loss and the scaled gradients.
+
+    With loss scale `s`,
+
+        loss = fun(x),    grads = d(widen(fun(x)) * s) / dx
+
+    where `widen` casts dtypes narrower than float32 to float32. Pass the gradients to
+    `loss_scaled(...).update`, or to `unscale`. The loss is returned as `fun` computed
+    it, before scaling, so it keeps its dtype, and the scale cannot make it overflow.
+
+    **What is differentiated.** As in JAX, the arguments that `argnums` names, but so
+    that a model of any framework can be passed as it is:
+
+    * Of an `nnx.Module`, the variables that an `nnx.Optimizer` passed as `state` was
+      made for (`wrt`), and `nnx.Param` for any other `state`, such as its `opt_state`,
+      which does not know `wrt`. What the call changes in the module, such as batch
+      statistics and dropout counts, reaches the module.
+    * Of an `nnx.State`, the same variables, or all if it has none of them.
+    * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
+      also Python floats, as in JAX; in a module, such as one of Equinox, these are
+      settings. All other leaves are held fixed, and get None as gradients. (If nothing
+      can be differentiated, JAX raises its own error.)
+
+    A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
+    itself, and in float16 `2**16` is infinity. So take the mean in float32:
+    `per_example.astype(jnp.float32).mean()`.
+
+    Args:
+      fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
+        of the loss and auxiliary data.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      argnums: As in `jax.value_and_grad`; for NNX modules also an `nnx.DiffState`, such
+        as `nnx.DiffState(0, nnx.LoRAParam)`.
+      has_aux: As in `jax.value_and_grad`.
+      **jax_kwargs: Further keyword arguments of `jax.value_and_grad`, or, for modules,
+        of `nnx.value_and_grad`.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or with
+      `has_aux=True` `((loss, aux), grads)`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `fun` is not a function, or raised by JAX, for example for a loss
+        that is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(1024.0).init()
+      >>> ols.scaled_value_and_grad(lambda x: x**2, state)(jnp.float32(3.0))
+      (Array(9., dtype=float32), Array(6144., dtype=float32))
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    warn_of_outer_wrappers(state)
+    return _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
+
+
+def scaled_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **jax_kwargs: Any,
+) -> Callable[..., Any]:
+    """Like `jax.grad`, for the scaled gradients.
+
+    With loss scale `s`,
+
+        grads = d(widen(fun(x)) * s) / dx
+
+    See `scaled_value_and_grad` for details.
+
+    Args:
+      fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
+        of the loss and auxiliary data.
+      state: A `LossScaleState`, or any pytree that holds exactly one.
+      argnums: As in `jax.grad`.
+      has_aux: As in `jax.grad`.
+      **jax_kwargs: Further keyword arguments of `jax.grad`.
+
+    Returns:
+      A function with the arguments of `fun` that returns `grads`, or with
+      `has_aux=True` `(grads, aux)`.
+
+    Raises:
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: Raised by JAX, for example for a loss that is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> state = ols.static_loss_scale(1024.0).init()
+      >>> ols.scaled_grad(lambda x: x**2, state)(jnp.float32(3.0))
+      Array(6144., dtype=float32)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, ICLR 2018
+      (https://arxiv.org/abs/1710.03740).
+    """
+    warn_of_outer_wrappers(state)
+    value_and_grad = _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
+
+    @functools.wraps(fun)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        value, grads = value_and_grad(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad
+
+
+def _scaled_value_and_grad(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    jax_kwargs: dict[str, Any],
+) -> Callable[..., Any]:
+    """`scaled_value_and_grad`, which `scaled_grad` calls too."""
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
+            "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
+        )
+    get_loss_scale(state)  # Raises here rather than at the first call.
+
+    @functools.wraps(fun)
+    def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if not has_aux:
+            if isinstance(result, tuple | list):
+                raise TypeError(
+                    f"`fun` must return a scalar loss, got a {type(result).__name__} "
+                    f"of length {len(result)}. (For a loss and other outputs, such as "
+                    "new batch statistics, return a pair and pass `has_aux=True`.)"
+                )
+            return multiply(result, state), result
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            return result  # Not a pair: JAX raises the error.
+        return multiply(result[0], state), tuple(result)
+
+    value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
+
+    @functools.wraps(fun)
+    def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        (_, value), grads = value_and_grad(*args, **kwargs)
+        return value, grads
+
+    return true_value_and_scaled_grad
+
+
+def _value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    wrt: Any,
+    jax_kwargs: dict[str, Any],
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of a function with auxiliary data, for any kind of model."""
+    if isinstance(argnums, Iterable):
+        argnums = tuple(argnums)
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    allow_int = jax_kwargs.get("allow_int", False)
+
+    @functools.wraps(fun)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        trainable, merges = list(args), {}
+        for index in range(len(args)):
+            if index in numbers or index - len(args) in numbers:
+                trainable[index], merges[index] = split_parameters(
+                    args[index], wrt, allow_int=allow_int
+                )
+
+        @functools.wraps(fun)
+        def merged_fun(*args: Any, **kwargs: Any) -> Any:
+            merged = (merges.get(i, lambda arg: arg)(arg) for i, arg in enumerate(args))
+            return fun(*merged, **kwargs)
+
+        # From the signature NNX finds the positions of keyword arguments. If there are
+        # none, it would only move defaults there.
+        if not kwargs:
+            del merged_fun.__wrapped__
+        if modules_of((args, kwargs)):
+            transformed = value_and_grad_of_modules(
+                merged_fun, argnums, wrt, args, has_aux=True, **jax_kwargs
+            )
+        else:
+            transformed = jax.value_and_grad(
+                merged_fun, argnums, has_aux=True, **jax_kwargs
+            )
+        return transformed(*trainable, **kwargs)
+
+    return value_and_grad

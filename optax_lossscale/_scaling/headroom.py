@@ -1,0 +1,247 @@
+"""A rule that follows the largest gradient and leaves headroom above it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._ground.bits import (
+    exponent_of_quotient,
+    exponents_within,
+    power_of_two,
+    split,
+    split_number,
+)
+from optax_lossscale._ground.checks import (
+    check_bounds,
+    check_count,
+    check_float_dtype,
+    check_number,
+    check_scale,
+)
+from optax_lossscale._ground.states import LossScaleState
+from optax_lossscale._ground.types import public
+from optax_lossscale._scaling.rules import LossScale, make_rule, shows_settings
+
+_FLOAT32 = np.finfo(np.float32)
+_BITS_FADED = 4
+_BITS_PER_REPEAT = 8
+_BITS_PER_QUIET_STEP = 4
+_QUIET_STEPS = 32
+
+
+@public
+class HeadroomRuleState(NamedTuple):
+    """What the headroom rule carries beside the scale.
+
+    Attributes:
+      recent: `f32[recent]`, in the unit of the gradients. The largest magnitude of each
+        of the last finite steps, oldest first; 0 if no step was taken yet.
+      peaks: `f32[history]`, in the same unit. For each of the last steps that
+        overflowed, the magnitude that is assumed; 0 for all other steps.
+    """
+
+    recent: jax.Array
+    peaks: jax.Array
+
+
+@shows_settings
+def headroom_loss_scale(
+    init_scale: float = 2.0**15,
+    *,
+    history: int = 2400,
+    recent: int = 64,
+    margin_bits: float = 0.75,
+    min_scale: float | optax.Schedule = 2.0**-24,
+    max_scale: float | optax.Schedule = 2.0**24,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+) -> LossScale:
+    """The largest loss scale that leaves a margin above the latest gradients.
+
+    With `recent`, the largest magnitudes of the unscaled gradients in the last finite
+    steps, and `peak`, a magnitude that stands for the overflows of the last `history`
+    steps, each step sets
+
+        s = 2**floor(log2(finfo(dtype).max / max(recent, peak)) - margin_bits)
+
+    within the bounds. So one step is enough to find a suitable scale. If the gradients
+    shrink, the scale rises `recent` steps later.
+
+    **Nonfinite steps.** The size of an overflow is unknown, and a batch with NaN looks
+    the same. So a nonfinite step costs one bit, as in PyTorch's rule, but the bit comes
+    back sooner:
+
+        nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
+        finite:     peak = peak * 2**(-4 / history)
+
+    and `history` steps after the last nonfinite step the peak is forgotten.
+
+    **Search.** In a row of nonfinite steps, each one after the first leaves the peak as
+    it is, and divides the scale by `2**8`. The first finite step still runs with that
+    low scale, and then the formula holds again. So a sudden rise of the gradients
+    costs few skips, and after a row of bad batches the scale is as low as after one.
+
+    **Zeros.** A step whose gradients are all zero is remembered as 0, unless it comes
+    right after a search, which may be the reason. After 32 remembered zeros in a row
+    (or `recent`, if that is less) the scale is probably too low: `recent` is forgotten,
+    and from then on each zero divides the peak by `2**4` or, if there is no peak,
+    multiplies the scale by `2**4`.
+
+    `update(..., grads_finite=False)` counts as an overflow. In `adjust`,
+    `grads_finite=False` with a finite `grads_max` does not: the magnitude is
+    remembered. A step that only `check_updates` skips is not remembered at all.
+
+    A remembered number that cannot be right, say from a damaged checkpoint, is ignored:
+    NaN, an infinity, a negative number, a peak that would overflow at the present
+    scale, a magnitude that would overflow at the floor.
+
+    Args:
+      init_scale: First scale, dimensionless, rounded down to a power of two. It may
+        lie outside the bounds, which apply from the first step on.
+      history: For how many steps an overflow is remembered, at least 1; meanwhile its
+        peak fades by 4 bits. With a longer history fewer steps overflow, but the scale
+        rises later after each. Above 8000, bits come back more slowly than in
+        PyTorch's rule.
+      recent: For how many finite steps every magnitude is remembered, at least 1;
+        values above `history` mean `history`. With a larger value the scale follows
+        shrinking gradients later.
+      margin_bits: Bits left free above the largest magnitude remembered, from 0 to 126.
+        The rule sees only the gradients of parameters. Gradients of activations may be
+        larger, and so may those of each device before they are averaged: raise the
+        margin if steps are skipped again and again.
+      min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
+        `step_count`. It is rounded up to a power of two.
+      max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
+        to a power of two. Where a scheduled floor then exceeds the cap, the cap wins.
+      dtype: The floating dtype of the backward pass, in which gradients overflow.
+
+    Returns:
+      A `LossScale` that needs `grads_max`; its `rule_state` is a NamedTuple
+      `(recent, peaks)` of `f32[recent]` and `f32[history]`. A scale that
+      `set_loss_scale` sets lasts for one step.
+
+    Raises:
+      ValueError: If a setting is outside its range, the floor exceeds the cap, or no
+        power of two lies between them. `adjust` raises it if `grads_max` is missing, or
+        if the state was saved with another `recent` or `history`.
+      TypeError: If a setting is of the wrong kind.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.headroom_loss_scale(8.0)
+      >>> state = rule.adjust(rule.init(), grads_finite=True, grads_max=1.0)
+      >>> print(state.loss_scale)
+      32768.0
+      >>> state = rule.adjust(state, grads_finite=False, grads_max=float("inf"))
+      >>> print(state.loss_scale)
+      16384.0
+
+    References:
+      NVIDIA's Transformer Engine, `DelayedScaling`, keeps such a history for each
+      float8 tensor (https://github.com/NVIDIA/TransformerEngine). Departures: one
+      history serves all gradients, and overflows are remembered longer. The defaults
+      were chosen on traces like those in `benchmarks/README.md`, with other seeds.
+    """
+    first_scale = 2.0 ** (math.frexp(check_scale("init_scale", init_scale))[1] - 1)
+    history = check_count("history", history)
+    recent_steps = min(check_count("recent", recent), history)
+    margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
+    bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
+    largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
+    largest = min(largest, float(_FLOAT32.max))
+    largest_usable = largest * 2.0**-margin_bits
+    quiet_steps = min(recent_steps, _QUIET_STEPS)
+    fading_per_step = 2.0 ** (-_BITS_FADED / history)
+
+    def first() -> HeadroomRuleState:
+        recent = jnp.zeros(recent_steps, jnp.float32)
+        peaks = jnp.zeros(history, jnp.float32)
+        return HeadroomRuleState(recent, peaks)
+
+    def change(
+        state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
+    ) -> tuple[jax.Array, HeadroomRuleState]:
+        del finite  # A step may be skipped for reasons other than an overflow.
+        grads_max = jnp.asarray(grads_max)
+        overflowed = ~jnp.isfinite(grads_max)
+        exponent_bounds = exponents_within(bounds(state.step_count))
+        low, high = map(power_of_two, exponent_bounds)
+        memory = usable_memory(state, low)
+        is_repeated = overflowed & (memory.peaks[-1] > 0)
+        assumed = assumed_magnitude(memory, is_repeated, state.loss_scale, low, high)
+
+        # The low scale of a search may have flushed the gradients to zero.
+        is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
+        is_zero_after_search &= grads_max < _FLOAT32.tiny
+        is_unknown = overflowed | is_zero_after_search
+        recent = _append(memory.recent, grads_max)
+        recent = jnp.where(is_unknown, memory.recent, recent)
+        # After so many zeros the scale is probably too low.
+        is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
+        # A damaged count may be negative.
+        is_full = (state.step_count >= quiet_steps) | (state.step_count < 0)
+        is_quiet &= ~is_unknown & is_full
+        recent = jnp.where(is_quiet, 0.0, recent)
+        fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)
+        peaks = _append(memory.peaks * fading, jnp.where(overflowed, assumed, 0.0))
+        peak = jnp.where(overflowed, assumed, jnp.max(memory.peaks) * fading)
+
+        top = jnp.maximum(jnp.max(recent), peak)
+        old_exponent = split(state.loss_scale).exponent
+        raised = old_exponent + _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
+        lowered = old_exponent - _BITS_PER_REPEAT * is_repeated.astype(jnp.int32)
+        exponent = exponent_of_quotient(split_number(largest_usable), split(top))
+        exponent = jnp.where(top >= _FLOAT32.tiny, exponent, raised)
+        exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
+        s = power_of_two(jnp.clip(exponent, *exponent_bounds))
+        return s, HeadroomRuleState(recent, peaks)
+
+    def assumed_magnitude(
+        memory: HeadroomRuleState,
+        is_repeated: jax.Array,
+        s: jax.Array,
+        low: jax.Array,
+        high: jax.Array,
+    ) -> jax.Array:
+        """The peak after an overflow: one bit more, but only once in a row."""
+        base = _first_nonzero(jnp.max(memory.recent), largest_usable / s)
+        base = _first_nonzero(jnp.max(memory.peaks), base)
+        # Where a bound holds the scale, the peak starts and ends at that bound.
+        base = jnp.maximum(base, largest_usable / high)
+        assumed = base * jnp.where(is_repeated, 1.0, 2.0)
+        assumed = jnp.minimum(assumed, largest_usable / low)
+        return jnp.clip(assumed, _FLOAT32.tiny, _FLOAT32.max)
+
+    def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
+        """The memory without numbers that cannot be right."""
+        recent, peaks = state.rule_state
+        if jnp.shape(recent) != (recent_steps,) or jnp.shape(peaks) != (history,):
+            raise ValueError(
+                f"`state` must come from a rule with `recent` {recent_steps} and "
+                f"`history` {history}, got arrays of shapes {jnp.shape(recent)} and "
+                f"{jnp.shape(peaks)}. (Give the rule the settings that the state was "
+                "saved with, or start it anew: `adopt_inner_state`.)"
+            )
+        s = state.loss_scale
+        # At the floor even a magnitude that overflows is right.
+        limit = jnp.where(s > low, largest / low, _FLOAT32.max)
+        recent = jnp.where((recent >= 0) & (recent <= limit), recent, 0.0)
+        is_right = (peaks >= 0) & (peaks <= largest / s)
+        return HeadroomRuleState(recent, jnp.where(is_right, peaks, 0.0))
+
+    return make_rule(first_scale, first, change, needs_grads_max=True)
+
+
+def _first_nonzero(first: jax.Array, second: jax.Array) -> jax.Array:
+    """The first unless it is zero or subnormal, which some platforms flush to zero."""
+    return jnp.where(first >= _FLOAT32.tiny, first, second)
+
+
+def _append(history: jax.Array, entry: jax.Array) -> jax.Array:
+    """Drops the oldest entry for a new one."""
+    return jnp.concatenate([history[1:], entry[None]])

@@ -1,0 +1,190 @@
+"""Metrics for a training loop to log, and checks that it has not stalled."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from optax_lossscale._ground.checks import check_concrete, check_count
+from optax_lossscale._ground.states import LossScaleState
+from optax_lossscale._ground.tree import is_floating
+from optax_lossscale._ground.types import PyTree, public
+from optax_lossscale._scaling.scale import unscale
+from optax_lossscale._scaling.state import (
+    find_loss_scale_state,
+    get_loss_scale,
+    with_arrays,
+)
+
+
+@public
+class LossScaleStalledError(RuntimeError):
+    """Raised by `raise_if_stalled` if too many steps in a row were skipped.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> issubclass(ols.LossScaleStalledError, RuntimeError)
+      True
+    """
+
+
+def loss_scale_metrics(
+    tree: PyTree, *, grads: optax.Updates | None = None
+) -> dict[str, jax.Array]:
+    """Returns metrics of the loss scale, for any logger.
+
+        skip_rate = total_notfinite / step_count    (0 before the first step)
+        grad_norm = norm(unscale(grads, tree))      (if `grads` are given)
+
+    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure
+    and never waits for the device. For JSON, turn the arrays into numbers:
+    `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`. (Python writes a norm
+    that is not finite as `NaN` or `Infinity`, which strict parsers refuse.)
+
+    Args:
+      tree: Any pytree that holds exactly one `LossScaleState`.
+      grads: Scaled gradients, floating leaves of any shape, for their true norm. Then
+        `tree` must hold the scale that they were scaled with, so call this before
+        `update`, which may change the scale. The norm costs one more read of the
+        gradients.
+
+    Returns:
+      A dict of `loss_scale` `f32[]`, `last_finite` `bool[]`, `notfinite_count` and
+      `total_notfinite` `i32[]` (steps), and `skip_rate` `f32[]` (from 0 to 1). With
+      `grads` also `grad_norm`, the L2 norm of all unscaled gradients together, `f32[]`
+      or wider; it is NaN or infinite if they are, or if their squares overflow.
+
+    Raises:
+      ValueError: If `tree` holds no `LossScaleState`, or several (the message says how
+        to pick one).
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(1024.0)
+      >>> state = rule.adjust(rule.adjust(rule.init(), True), False)
+      >>> for name, value in ols.loss_scale_metrics(state).items():
+      ...     print(name, value)
+      loss_scale 512.0
+      last_finite False
+      notfinite_count 1
+      total_notfinite 1
+      skip_rate 0.5
+      >>> scaled_grads = jnp.array([3.0, 4.0]) * 512
+      >>> ols.loss_scale_metrics(state, grads=scaled_grads)["grad_norm"]
+      Array(5., dtype=float32)
+    """
+    state = with_arrays(find_loss_scale_state(tree))
+    steps = jnp.maximum(state.step_count, 1).astype(jnp.float32)
+    metrics = {
+        "loss_scale": get_loss_scale(state),
+        "last_finite": state.last_finite,
+        "notfinite_count": state.notfinite_count,
+        "total_notfinite": state.total_notfinite,
+        "skip_rate": state.total_notfinite.astype(jnp.float32) / steps,
+    }
+    if grads is not None:
+        leaves = jax.tree.leaves(unscale(grads, state))
+        floating = [leaf for leaf in leaves if is_floating(leaf)]
+        metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating))
+    return metrics
+
+
+def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
+    """Raises if too many steps in a row were skipped.
+
+        raise if notfinite_count >= max_consecutive
+
+    Call it outside `jit`. It waits for the device, so call it only now and then, for
+    example every hundred steps. The default scale reaches its floor after 39 overflows
+    in a row, so after 50 the scale is no longer the cause. Batches that overflow at
+    every scale bring it to the floor too, if they come more often than the scale grows.
+    Not every step is skipped then, but float16 gradients are zero.
+
+    Args:
+      tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays
+        with an entry per device or ensemble member, the largest entry is checked.
+      max_consecutive: Limit in steps, at least 1.
+
+    Raises:
+      LossScaleStalledError: If the limit is reached. The message gives the scale and
+        the counts, and says where to look for the cause.
+      ValueError: If `max_consecutive` is below 1, or `tree` holds no
+        `LossScaleState`, or several.
+      TypeError: If `max_consecutive` is not an integer, or if it is called inside
+        `jit`.
+
+    Warns:
+      UserWarning: If the scale is `2**-24` or less, the floor of the default rule,
+        after `max_consecutive` steps that were applied.
+
+    Example:
+      >>> import optax_lossscale as ols
+      >>> rule = ols.dynamic_loss_scale(1024.0)
+      >>> state = rule.adjust(rule.init(), False)
+      >>> ols.raise_if_stalled(state)
+      >>> ols.raise_if_stalled(state, max_consecutive=1)
+      Traceback (most recent call last):
+      ...
+      optax_lossscale.LossScaleStalledError: the last 1 steps ...
+    """
+    check_count("max_consecutive", max_consecutive)
+    state = find_loss_scale_state(tree)
+    check_concrete(
+        "tree", state, "Call `raise_if_stalled` on the state that the step returns."
+    )
+    consecutive = int(np.max(state.notfinite_count))
+    loss_scale = float(np.min(get_loss_scale(state)))
+    skipped, steps = int(np.max(state.total_notfinite)), int(np.max(state.step_count))
+    if consecutive >= max_consecutive:
+        raise LossScaleStalledError(
+            f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
+            f"{skipped} of {steps} in all), and the loss scale is {loss_scale:g}. "
+            f"{_ADVICE}"
+        )
+    if loss_scale <= 2.0**-24 and steps - skipped >= max_consecutive:
+        warnings.warn(
+            f"the loss scale is {loss_scale:g}, at which float16 gradients are zero, "
+            f"so little is learnt; {skipped} of {steps} steps were skipped. {_ADVICE}",
+            stacklevel=2,
+        )
+
+
+_ADVICE = (
+    "(Look for NaN and infinity in the batch, the parameters and the loss, and for "
+    "numbers above 65504 inside the model, which no scale can prevent: "
+    "`ols.diagnostics.trace_operations` names the operation. Check the learning rate. "
+    "If you pass `accept`, it may refuse every step.)"
+)
+
+
+def with_stall_warning(state: LossScaleState, after: int) -> LossScaleState:
+    """Warns on the host in the step in which `after` steps in a row were skipped.
+
+    Returns the state, whose scale goes through the callback, because every later step
+    needs it. A callback with side effects, such as `jax.debug.callback`, would make
+    every step slower.
+    """
+
+    def warn(*arrays: jax.Array) -> np.ndarray:
+        loss_scale, count = map(np.asarray, arrays)
+        if np.any(count == after):  # Under `vmap` it is called in every step.
+            warnings.warn(
+                f"the last {after} steps were skipped, and the loss scale is "
+                f"{np.min(loss_scale):g}. {_ADVICE}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return loss_scale
+
+    count, loss_scale = state.notfinite_count, lax.stop_gradient(state.loss_scale)
+    call = functools.partial(
+        jax.pure_callback, warn, loss_scale, vmap_method="expand_dims"
+    )
+    same = lax.cond(count == after, call, lambda s, _: s, loss_scale, count)
+    return state._replace(loss_scale=same)

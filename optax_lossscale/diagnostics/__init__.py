@@ -1,0 +1,45 @@
+"""Finds overflow and underflow: in every operation of a program, and in any pytree.
+
+`trace_operations` runs a function and its gradient once, with the numbers of every
+operation, and `first_nonfinite` and `print_operation_report` say what they mean.
+
+The other functions look at the floating leaves of a pytree. All of them but
+`print_nonfinite_report` also run under `jit`. Floating leaves may have any shape, and
+other leaves are ignored. The real and the imaginary part of a
+complex number count as two entries, except in `nonfinite_report`. Exponents are read
+from the bits, so they are exact for subnormal numbers too.
+
+    >>> import jax.numpy as jnp, optax_lossscale as ols
+    >>> print(ols.diagnostics.headroom_bits(jnp.array([1.0, 255.875])))
+    8.0
+"""
+
+from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
+from optax_lossscale.diagnostics._report import print_operation_report
+from optax_lossscale.diagnostics._trace import trace_operations
+from optax_lossscale.diagnostics._trees import (
+    ExponentHistogram,
+    exponent_histogram,
+    headroom_bits,
+    nonfinite_report,
+    print_nonfinite_report,
+    suggest_init_scale,
+    underflow_fraction,
+)
+
+for _kind in (ExponentHistogram, Operation):  # For pickles, which then know no file.
+    _kind.__module__ = __name__
+
+__all__ = [
+    "ExponentHistogram",
+    "Operation",
+    "exponent_histogram",
+    "first_nonfinite",
+    "headroom_bits",
+    "nonfinite_report",
+    "print_nonfinite_report",
+    "print_operation_report",
+    "suggest_init_scale",
+    "trace_operations",
+    "underflow_fraction",
+]

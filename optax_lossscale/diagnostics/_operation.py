@@ -1,0 +1,334 @@
+"""What surrounds each operation of a program, and its numbers, once it ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives
+
+from optax_lossscale._autocast.loops import ELEMENTWISE
+from optax_lossscale._autocast.products import low_product_p
+from optax_lossscale._programs.jaxprs import (
+    Atom,
+    aval_of,
+    bind,
+    is_transposed,
+    scope_of,
+    scopes_of,
+    user_line,
+    where_written,
+)
+
+_SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
+
+
+class Context(NamedTuple):
+    """What surrounds an equation.
+
+    Attributes:
+      where: Line and function that called for it.
+      scope: Names of the scopes around it.
+      is_backward: Whether it belongs to a backward pass.
+      is_recomputed: Whether a checkpoint computes it again for the backward pass.
+      loop: The number of the outermost loop around it; None outside of loops.
+    """
+
+    where: str
+    scope: tuple[str, ...] = ()
+    is_backward: bool = False
+    is_recomputed: bool = False
+    loop: int | None = None
+
+    def at(self, equation: core.JaxprEqn) -> Context:
+        """What surrounds the programs of an equation."""
+        names = scopes_of(equation)
+        is_recomputed = self.is_recomputed or "rematted_computation" in names
+        is_backward = self.is_backward or is_transposed(equation)
+        return self._replace(
+            where=user_line(equation) or self.where or where_written(equation) or "",
+            scope=(*self.scope, *scope_of(equation)),
+            is_backward=is_backward and not is_recomputed,
+            is_recomputed=is_recomputed,
+        )
+
+
+def is_floating_atom(atom: Atom) -> bool:
+    """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)
+    return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def is_below_float32(dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a dtype is floating and narrower than float32."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+class Operation(NamedTuple):
+    """One operation of a program: where it stands, and the numbers of its result.
+
+    "In float32" means: the same operation on float32 operands, which for products are
+    those that `autocast` did not round. Only operations in fewer than 32 bits have such
+    a result beside their own. Of an operation that ran several times, as in a loop, or
+    on several devices, each number is the worst.
+
+    Attributes:
+      primitive: Name of the JAX primitive, such as `"dot_general"`.
+      where: Line and function that asked for it, as `"model.py:12 (Net.__call__)"`: the
+        innermost that is not in an installed library. For the backward rule of a
+        `jax.custom_vjp`, as in JAX itself, it is the line that called the function.
+      scope: Path of the Linen module or `jax.named_scope`, such as `"Net/Dense_0"`;
+        empty if there is none.
+      is_backward: Whether it belongs to the backward pass.
+      dtype: The dtype in which it computes: of a low product the low one, also where
+        its result is a float32 sum; else that of its result.
+      shape: The shape of its result.
+      largest: The largest magnitude; infinite if an entry is NaN or infinite.
+      float32_largest: The same in float32.
+      nonfinite: The number of entries that are NaN or infinite.
+      made_nonfinite: The same if the operation made them: out of finite operands, or
+        NaN out of infinite operands. Else 0.
+      cause: Why it made them, as the report says it; empty if it made none.
+      underflow: The share of entries that are zero, of those that are not in float32;
+        from 0 to 1.
+      headroom_bits: By how many bits the float32 result can grow before it overflows in
+        the dtype of the result. It is negative if it overflows.
+      unscaled_headroom_bits: The same with a loss scale of 1.
+      error: The norm of the difference from float32, divided by the norm in float32.
+      loop: The number of the outermost loop around it, counted from 0 over the program;
+        None outside of loops.
+      iteration: How often it had run before it first made a nonfinite number; None if
+        it made none, or is not in a loop.
+      order: How many results of the whole program came before that one; None if it
+        made none.
+    """
+
+    primitive: str
+    where: str
+    scope: str
+    is_backward: bool
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    largest: float
+    float32_largest: float
+    nonfinite: int
+    made_nonfinite: int
+    cause: str
+    underflow: float
+    headroom_bits: float
+    unscaled_headroom_bits: float
+    error: float
+    loop: int | None
+    iteration: int | None
+    order: int | None = None
+
+    @property
+    def overflows_only_scaled(self) -> bool:
+        """Whether the loss scale alone makes it overflow."""
+        return self.headroom_bits < 0 <= self.unscaled_headroom_bits
+
+
+class Run(NamedTuple):
+    """What was measured of one run of an operation.
+
+    Attributes:
+      results: For each floating result its largest and smallest magnitude, NaN if an
+        entry is, and how many entries are not finite.
+      operands: The same for each floating operand, literals included.
+      exact: The largest magnitude of the result in float32, the share of its nonzero
+        entries that are zero in the result, and the error; else empty.
+    """
+
+    results: list[list[float]]
+    operands: list[list[float]]
+    exact: list[float]
+
+
+class Entry:
+    """An operation of a program that runs, with the worst of its numbers until now.
+
+    Attributes:
+      equation: The operation in the program.
+      context: Its line, its scope, and what surrounds it.
+      runs: How often it ran.
+      worst: Its numbers, by the names of the fields of `Operation`.
+      first: The run that made the first nonfinite numbers, how many runs there were
+        before it, and how many runs of all operations.
+    """
+
+    def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
+        self.equation, self.context = equation, context
+        self.runs, self.worst = 0, dict[str, Any]()
+        self.first: tuple[Run, int, int] | None = None
+
+    def add(self, run: Run, order: int) -> None:
+        """Counts one more run. `order` counts the runs of all operations before it."""
+        largest = _largest_of(run.results)
+        exact, underflow, error = run.exact or (largest, 0.0, 0.0)
+        if not math.isfinite(exact):  # Then nothing was lost by rounding.
+            exact, underflow, error = math.inf, 0.0, 0.0
+        nonfinite = int(sum(row[2] for row in run.results))
+        numbers = {
+            "largest": largest,
+            "float32_largest": exact,
+            "nonfinite": nonfinite,
+            "made_nonfinite": nonfinite if _is_made(run) else 0,
+            "underflow": underflow,
+            "error": math.inf if math.isnan(error) else error,
+        }
+        if numbers["made_nonfinite"] and self.first is None:
+            self.first = run, self.runs, order
+        self.runs += 1
+        self.worst = {x: max(n, self.worst.get(x, n)) for x, n in numbers.items()}
+
+    def operation(self, loss_scale: float) -> Operation:
+        """What is known of it, once the program ran."""
+        equation, context = self.equation, self.context
+        primitive, result = equation.primitive, aval_of(equation.outvars[0])
+        dtype = result.dtype
+        if primitive is low_product_p:
+            product = equation.params["product"]
+            primitive, dtype = product.primitive, np.dtype(product.low)
+        headroom = _headroom(self.worst["float32_largest"], result.dtype)
+        scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
+        run, iteration, order = self.first or (None, None, None)
+        return Operation(
+            primitive=primitive.name,
+            where=context.where,
+            scope="/".join(context.scope),
+            is_backward=context.is_backward,
+            dtype=dtype,
+            shape=result.shape,
+            cause="" if run is None else _cause(equation, run),
+            headroom_bits=headroom,
+            unscaled_headroom_bits=headroom + scale_bits,
+            loop=context.loop,
+            iteration=None if context.loop is None else iteration,
+            order=order,
+            **self.worst,
+        )
+
+
+def operations_of(entries: Iterable[Entry], loss_scale: float) -> list[Operation]:
+    """All operations that ran, but those that `jax.checkpoint` repeated."""
+    operations, of_forward_pass = [], set[Hashable]()
+    for entry in entries:
+        if not entry.runs:
+            continue
+        operation = entry.operation(loss_scale)
+        key = operation[:3], operation.shape
+        if entry.context.is_recomputed and key in of_forward_pass:
+            continue
+        if not entry.context.is_backward:
+            of_forward_pass.add(key)
+        operations.append(operation)
+    return operations
+
+
+def _largest_of(rows: Sequence[Sequence[float]]) -> float:
+    """The largest magnitude of some arrays; infinite if one holds NaN."""
+    return max((math.inf if math.isnan(x) else x for x, *_ in rows), default=0.0)
+
+
+def _is_made(run: Run) -> bool:
+    """Whether an operation made its nonfinite results, and did not receive them."""
+    if any(math.isnan(row[0]) for row in run.operands):
+        return False
+    is_nan = any(math.isnan(row[0]) for row in run.results)
+    return is_nan or math.isfinite(_largest_of(run.operands))
+
+
+def _headroom(largest: float, dtype: np.dtype) -> float:
+    """The bits between a magnitude and the largest number of a dtype."""
+    with np.errstate(divide="ignore"):
+        return math.log2(float(jnp.finfo(dtype).max)) - float(np.log2(largest))
+
+
+def _cause(equation: core.JaxprEqn, run: Run) -> str:
+    """Why an operation made a nonfinite number."""
+    result = equation.outvars[0]
+    is_product = equation.primitive is low_product_p
+    low = equation.params["product"].low if is_product else aval_of(result).dtype
+    top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
+    if not math.isfinite(received):
+        return "An operand was infinite, and the result is NaN."
+    if is_product and received > top:
+        return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
+    is_narrow = is_below_float32(aval_of(result).dtype)
+    if run.exact and is_narrow and run.exact[0] < math.inf:
+        in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
+        if run.exact[0] <= top:
+            return f"{in_float32}, so the compiler has changed the order of operations."
+        return f"{in_float32}, beyond {top:g}, the largest number of {low}."
+    if equation.primitive in _SOLVERS:
+        return "The matrix was singular, or nearly so."
+    if equation.primitive in ELEMENTWISE and _is_nonfinite_at_zero(equation, run):
+        return "An operand was zero."
+    if any(math.isnan(row[0]) for row in run.results):
+        return "It is not defined for its operands, which were finite."
+    return f"An operand was too large: up to {received:.3g}."
+
+
+def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
+    """Whether an operation on ones is finite, but not if zero stands for some.
+
+    It takes one entry of each operand for each entry of its result.
+    """
+    rows = iter(run.operands)
+    smallest = [next(rows)[1] if is_floating_atom(x) else 1.0 for x in equation.invars]
+
+    def is_finite(zero: float) -> bool:
+        operands = [
+            atom.val
+            if isinstance(atom, core.Literal) and number != 0
+            else jnp.full((), zero if number == 0 else 1, aval_of(atom).dtype)
+            for atom, number in zip(equation.invars, smallest, strict=True)
+        ]
+        (result,) = bind(equation.primitive, operands, equation.params)
+        return bool(jnp.isfinite(result))
+
+    return is_finite(1.0) and not is_finite(0.0)
+
+
+def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
+    """Returns the operation that made the first NaN or infinity.
+
+    Its operands were finite, and its result was not; or its operands were infinite, as
+    a mask may be, and its result is NaN. It is one of the forward pass if that made
+    any. `cause` says what its operands were. If `overflows_only_scaled`, a lower loss
+    scale helps; else look at its line. Infinities that a program writes itself, as a
+    mask, do not count.
+
+    Args:
+      operations: What `trace_operations` returned, or a part of it.
+
+    Returns:
+      The operation, or None if none made a NaN or an infinity. An argument may still
+      hold some.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w))
+      >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+      >>> operations = ols.diagnostics.trace_operations(loss_fn, w, x)
+      >>> first = ols.diagnostics.first_nonfinite(operations)
+      >>> print(first.primitive, first.where, f"{first.headroom_bits:.2f}")
+      dot_general <doctest ...>:2 (loss_fn) -1.46
+      >>> first.cause
+      'In float32 its largest entry is 1.8e+05, beyond 65504, the largest number ...'
+    """
+    operations = list(operations)
+    made: list[tuple[bool, int, int, int]] = []
+    starts: dict[int, int] = {}  # Of each loop, the place of its first operation.
+    for place, x in enumerate(operations):
+        start = place if x.loop is None else starts.setdefault(x.loop, place)
+        if x.made_nonfinite:  # In a loop, time tells which was first.
+            order = 0 if x.loop is None else x.order or 0
+            made.append((x.is_backward, start, order, place))
+    return operations[min(made)[-1]] if made else None

@@ -1,0 +1,198 @@
+"""Run a function and its gradient, and keep the numbers of every operation."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+
+from optax_lossscale._autocast.context import recorded_calls
+from optax_lossscale._autocast.modules import (
+    Traced,
+    as_partial,
+    call_partial,
+    linen_scopes_of,
+    trace_call,
+    variables_kept,
+)
+from optax_lossscale._autocast.transform import autocast
+from optax_lossscale._ground.checks import check_concrete, check_scale
+from optax_lossscale._ground.nnx import modules_of
+from optax_lossscale._ground.tree import is_floating, is_floating_array
+from optax_lossscale._ground.types import PyTree
+from optax_lossscale._programs.jaxprs import place_in
+from optax_lossscale._scaling.grad import scaled_value_and_grad
+from optax_lossscale._scaling.rules import static_loss_scale
+from optax_lossscale.diagnostics._instrument import (
+    Instrumenter,
+    runs_on_several_devices,
+)
+from optax_lossscale.diagnostics._operation import (
+    Context,
+    Entry,
+    Operation,
+    operations_of,
+)
+
+
+def trace_operations(
+    fun: Callable[..., Any],
+    *args: Any,
+    dtype: jax.typing.DTypeLike = jnp.float16,
+    level: str = "O1",
+    loss_scale: float = 1.0,
+    argnums: int | Sequence[int] = 0,
+) -> list[Operation]:
+    """Runs a function and its gradient, and returns the numbers of every operation.
+
+    The answer to "my loss is NaN: where?". The loss and its gradient are compiled as
+    `autocast` makes them, with statistics behind each operation, and run once:
+
+        operations = ols.diagnostics.trace_operations(loss_fn, params, x, y)
+        ols.diagnostics.print_operation_report(operations)
+
+    Pass the function that computes the loss, not the training step, and outside `jit`.
+    Modules of Flax and Equinox may be arguments; a call changes none of them, not even
+    batch statistics or dropout counts.
+
+    * *Which operations.* All that ran and whose results are floating, in the forward
+      and in the backward pass, also inside jitted functions, loops, branches,
+      `jax.checkpoint`, `shard_map` and derivative rules. An operation in a loop is
+      listed once, with its worst numbers. A kernel counts as one operation.
+    * *In float32* each operation in fewer than 32 bits is computed too, from the same
+      operands before `autocast` rounded them. So `error` and `underflow` are what this
+      one operation loses.
+    * *Cost.* It takes three to four times as long as compiling the gradient, and more
+      on several devices. Each result is copied to the host for its statistics.
+
+    Args:
+      fun: A function that returns a loss, or a tuple or list that begins with one. If
+        it is under `autocast`, or calls a function that is, it runs as it is. Otherwise
+        it runs as `autocast(fun, dtype, level=level)`.
+      *args: Its arguments, with values. Bind keyword arguments by `functools.partial`.
+      dtype: float16 or bfloat16.
+      level: `"O0"` to `"O3"`, as in `autocast`. `"O0"` traces a model that casts by
+        itself, such as one with `dtype=jnp.float16`, exactly as it is.
+      loss_scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
+      argnums: What to differentiate by, as in `scaled_value_and_grad`.
+
+    Returns:
+      A list of `Operation`, in order of execution.
+
+    Raises:
+      TypeError: If `fun` is not a function or returns no scalar loss, if an argument
+        has no values, as inside `jit`, if no argument holds an array, or raised by JAX,
+        for example for a first argument of integers.
+      ValueError: If `loss_scale` is outside its range, or raised by `autocast`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(x @ w)
+      >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+      >>> for operation in ols.diagnostics.trace_operations(loss_fn, w, x)[:3]:
+      ...     print(operation.primitive, operation.dtype, operation.largest)
+      convert_element_type float16 200.0
+      convert_element_type float16 300.0
+      dot_general float16 inf
+
+    References:
+      Benz, Hildebrandt and Hack, A dynamic program analysis to find floating-point
+      accuracy problems, PLDI 2012, run a program beside itself in a wider format
+      (https://doi.org/10.1145/2254064.2254118).
+    """
+    if not callable(fun):
+        raise TypeError(f"`fun` must be a function, got {fun!r}.")
+    check_concrete("args", args, "Call it outside `jit`.")
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+        raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
+    loss_scale = check_scale("loss_scale", loss_scale)
+    if not any(map(is_floating_array, jax.tree.leaves(args))):
+        raise TypeError("`args` must hold a floating array, got none.")
+    context, function = Context(_where_defined(fun)), as_partial(fun)
+    scopes = linen_scopes_of(inspect.unwrap(fun), function, args)
+    if modules_of(function):  # As an argument, they may change.
+        fun, args = call_partial, (function, *args)
+        argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
+
+    def trace_with_gradients(fun: Callable[..., Any]) -> tuple[Traced, int]:
+        """The program, traced anew, and how often it calls `autocast`."""
+        grad_fun = _with_gradients(fun, argnums)
+        with recorded_calls() as calls, variables_kept(scopes):
+            traced = trace_call(grad_fun, (jnp.float32(loss_scale), *args), {})
+            return traced, len(calls)
+
+    traced, count = trace_with_gradients(autocast(fun, dtype, level=level))
+    if count > 1:  # `fun` calls `autocast`, too.
+        traced, _ = trace_with_gradients(fun)
+    return operations_of(_run(traced, context), loss_scale)
+
+
+def _run(traced: Traced, context: Context) -> list[Entry]:
+    """Runs a program with statistics, and returns its operations.
+
+    Settings that look for NaN, or compile nothing, would stop it.
+    """
+    jaxpr, arrays = traced.program.jaxpr, traced.arrays
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    closed = core.ClosedJaxpr(jaxpr, traced.program.consts)
+    instrumenter = Instrumenter(on_device=runs_on_several_devices(closed, arrays))
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        instrumented = instrumenter.instrument(closed, context)
+        lowered = jax.jit(core.jaxpr_as_fun(instrumented)).lower(*arrays)
+        # Or XLA leaves out that a result is rounded, and computes on in float32.
+        compiled = lowered.compile({"xla_allow_excess_precision": False})
+        jax.block_until_ready(compiled(*arrays))
+        jax.effects_barrier()
+    return instrumenter.entries
+
+
+def _is_loss(result: Any) -> bool:
+    is_number = isinstance(result, float | jax.Array | np.ndarray | np.generic)
+    return is_number and is_floating(result) and jnp.ndim(result) == 0
+
+
+def _with_gradients(
+    fun: Callable[..., Any], argnums: int | Sequence[int]
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """The function that returns the results of `fun`, and its scaled gradients."""
+
+    def loss_and_results(*args: Any) -> tuple[Any, PyTree]:
+        results = fun(*args)
+        is_several = isinstance(results, tuple | list) and len(results) > 0
+        loss = results[0] if is_several else results
+        if not _is_loss(loss):
+            shapes = jax.tree.map(lambda x: getattr(x, "aval", x), results)
+            raise TypeError(
+                "`fun` must return a floating scalar, alone or first in a tuple, got "
+                f"{shapes}. (Return the mean of what you want to look at.)"
+            )
+        return loss, results
+
+    def value_and_grad(scale: jax.Array, *args: Any) -> tuple[PyTree, PyTree]:
+        state = static_loss_scale(1.0).init()._replace(loss_scale=scale)
+        transformed = scaled_value_and_grad(
+            loss_and_results, state, argnums, has_aux=True
+        )
+        (_, results), grads = transformed(*args)
+        return results, grads
+
+    return value_and_grad
+
+
+def _where_defined(fun: Any) -> str:
+    """File, first line and name of a function."""
+    fun = inspect.unwrap(fun)
+    if isinstance(fun, functools.partial):
+        return _where_defined(fun.func)
+    for function in (fun, type(fun).__call__):
+        if code := getattr(function, "__code__", None):
+            return place_in(code, code.co_firstlineno)
+    return type(fun).__name__
