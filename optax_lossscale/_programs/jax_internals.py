@@ -2,9 +2,9 @@
 
 Names that are private or differ between versions stand here with the reason, and
 `tests/autocast/test_jax_internals.py` says what to do when one is gone. Some parameters
-of primitives are read where they are used: of a jitted call in `_early_masks.py`, of
-products in `_autocast/`. The scopes of `flax.linen` are changed in
-`_autocast/modules.py`.
+of primitives are read where they are used: of a jitted call in
+`_scaling/early_masks.py`, of products in `_autocast/`. The scopes of `flax.linen` are
+changed in `_autocast/modules.py`.
 """
 
 import functools
