@@ -70,36 +70,29 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
 
 
 def trace_call(
-    fun: Callable[..., PyTree],
-    args: PyTree,
-    kwargs: PyTree,
-    scopes: Sequence[Any] = (),
-    lower: Callable[[PyTree], tuple[PyTree, _Finish]] | None = None,
+    tree: PyTree, low: PyTree | None = None, scopes: Sequence[Any] = ()
 ) -> Traced:
-    """Traces `fun(*args, **kwargs)`, which may change modules and scopes of linen.
+    """Traces a call of a function, which may change modules and scopes of linen.
 
-    `lower` returns what the function gets in the place of `(fun, args, kwargs)`, and a
-    function that makes the results from those that it returns.
+    Args:
+      tree: Function, arguments and keyword arguments.
+      low: The same tree with the arrays that the function is traced with.
+      scopes: The scopes.
     """
-    tree = fun, args, kwargs
-    low, restore = (tree, _as_it_is) if lower is None else lower(tree)
+    low = tree if low is None else low
     finish: _Finish
-    pure, inputs, finish = _call_tree, low, _as_it_is
+    pure, inputs, finish = _call_tree, low, lambda results: results
     if modules_of(tree):
         pure, inputs, finish = _without_modules(tree, low)
     if scopes:
         pure, finish = _without_variables(scopes, pure, finish)
     traced = trace(pure, *inputs)
-    return traced._replace(finish=lambda x: finish(restore(traced.finish(x))))
+    return traced._replace(finish=lambda results: finish(traced.finish(results)))
 
 
 def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     with explain_changes():
         return fun(*args, **kwargs)
-
-
-def _as_it_is(tree: PyTree) -> PyTree:
-    return tree
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:
@@ -153,7 +146,7 @@ def _combine(flagged: Iterable[Any], others: list[Any]) -> list[Any]:
 def _without_modules(
     tree: PyTree, low: PyTree
 ) -> tuple[Callable[..., PyTree], PyTree, _Finish]:
-    """A call in which values stand for modules. `low` has those to trace with."""
+    """A call in which values stand for modules; `low` has those to trace with."""
     nnx = flax_nnx()
     graph, leaves, objects = _take_apart(modules_of(tree))
     modules, others, structure = _take_modules(low)

@@ -70,7 +70,7 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     function = as_partial(fun)
     scopes = linen_scopes_of(inspect.unwrap(fun), function, args, kwargs)
     with recorded_calls() as calls, variables_kept(scopes):
-        trace_call(autocast(call_partial), (function, *args), kwargs)
+        trace_call((autocast(call_partial), (function, *args), kwargs))
         *inside, around = calls  # The last one is that of the line above.
     rows = (
         _row(product, settings)

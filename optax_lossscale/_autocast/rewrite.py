@@ -60,17 +60,17 @@ _DEFAULT_PRECISIONS = (
     lax.DotAlgorithmPreset.DEFAULT,
 )
 # For each program and its settings the rewritten one, or None if nothing changes. JAX
-# keeps what it compiled by the identity of a program, so each is rewritten once.
+# keeps what it compiled by the identity of a program, so each is rewritten once. If two
+# threads do it at once, both take what the first has made.
 _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def evaluate(traced: Traced, settings: Settings) -> PyTree:
-    """The results of a traced call, with low products."""
+def evaluate(traced: Traced, settings: Settings) -> list[jax.Array]:
+    """The results of a traced program, with low products."""
     program = rewrite(traced.program, settings)
     results = core.jaxpr_as_fun(program)(*traced.arrays)
     # Of a literal or a constant JAX returns what it holds, which may be another array.
-    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
-    return traced.finish(arrays)
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
 
 def rewrite(program: Program, settings: Settings, *, is_loop: bool = False) -> Program:
@@ -164,7 +164,7 @@ def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     def low_rule(*args: Any) -> PyTree:
         with traced_for(settings.dtype):
             traced = trace(rule, *args)
-        return evaluate(traced, settings)
+        return traced.finish(evaluate(traced, settings))
 
     return low_rule
 

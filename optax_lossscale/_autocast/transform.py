@@ -132,17 +132,20 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
         if are_initializing(scopes):
             with traced_for(settings.dtype):
                 return fun(*args, **kwargs)
-        lower = (
-            functools.partial(_lower, settings) if settings.casts_arguments else None
-        )
+        tree = low = as_partial(fun), args, kwargs
+        if settings.casts_arguments:
+            low = _lowered(tree, settings)
         with traced_for(settings.dtype), _explain_errors(settings):
-            traced = trace_call(as_partial(fun), args, kwargs, scopes, lower)
+            traced = trace_call(tree, low, scopes)
         _record(traced.program.jaxpr, settings)
         if settings.high:
             found = list(products_of(traced.program.jaxpr, settings))
             equations = (each for x in found for each in (*x.calls, x.equation))
             settings.check_high({x.scope for x in found}, equations)
-        return evaluate(traced, settings)
+        results = evaluate(traced, settings)
+        if settings.casts_arguments:
+            results = _widened(results, tree, low, settings)
+        return traced.finish(results)
 
     return cast_fun
 
@@ -152,27 +155,21 @@ def _record(program: core.Jaxpr | None, settings: Settings) -> None:
         context.value.record((program, settings))
 
 
-def _lower(
-    settings: Settings, tree: PyTree
-) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """The arguments as O2 and O3 cast them, and a function that casts the results back.
-
-    What the function returns untouched is what it was given, and is not rounded.
-    """
+def _lowered(tree: PyTree, settings: Settings) -> PyTree:
+    """Function and arguments as O2 and O3 cast them."""
     leaves, structure = jax.tree.flatten(tree)
-    low = [
-        leaf if is_kept else cast_array(leaf, jnp.float32, settings.dtype)
-        for leaf, is_kept in zip(leaves, are_kept(tree, settings), strict=True)
-    ]
-    given = {id(x): (x, leaf) for x, leaf in zip(low, leaves, strict=True)}
+    pairs = zip(leaves, are_kept(tree, settings), strict=True)
+    cast = functools.partial(cast_array, old=jnp.float32, new=settings.dtype)
+    return jax.tree.unflatten(structure, [x if kept else cast(x) for x, kept in pairs])
 
-    def restore(leaf: PyTree) -> PyTree:
-        if id(leaf) in given:
-            return given[id(leaf)][1]
-        is_array = isinstance(leaf, jax.Array)
-        return cast_array(leaf, settings.dtype, jnp.float32) if is_array else leaf
 
-    return jax.tree.unflatten(structure, low), functools.partial(jax.tree.map, restore)
+def _widened(
+    results: list[jax.Array], tree: PyTree, low: PyTree, settings: Settings
+) -> list[jax.Array]:
+    """Results of O2 and O3: what is returned untouched is what was given."""
+    given = dict(zip(map(id, jax.tree.leaves(low)), jax.tree.leaves(tree), strict=True))
+    cast = functools.partial(cast_array, old=settings.dtype, new=jnp.float32)
+    return [given[id(x)] if id(x) in given else cast(x) for x in results]
 
 
 @contextlib.contextmanager

@@ -65,17 +65,20 @@ def _is_no_container(node: object) -> bool:
 def gradients_of(params: PyTree, grads: PyTree) -> PyTree:
     """The gradients, with None for those of leaves that are held fixed.
 
-    `params` is a tree of parameters and None. With `allow_int=True`, JAX gives an
-    integer a gradient.
+    `params` is a tree of parameters and None, or None for no such tree. With
+    `allow_int=True`, JAX gives an integer a gradient.
     """
-    are_arrays = all(map(is_floating_array, jax.tree.leaves(grads)))
-    if params is None or are_arrays:
-        return grads
-
-    def keep(grad: PyTree, param: PyTree) -> PyTree:
-        return None if param is None else grad
-
-    return jax.tree.map(keep, grads, fast_of(params), is_leaf=is_absent)
+    if params is None:
+        kept = jax.tree.map(lambda grad: grad if is_floating(grad) else None, grads)
+    else:
+        kept = jax.tree.map(
+            lambda grad, param: None if param is None else grad,
+            grads,
+            fast_of(params),
+            is_leaf=is_absent,
+        )
+    are_all_kept = are_same(jax.tree.leaves(kept), jax.tree.leaves(grads))
+    return grads if are_all_kept else kept
 
 
 def fast_of(params: PyTree) -> PyTree:

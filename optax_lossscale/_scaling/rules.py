@@ -124,7 +124,6 @@ def make_rule(
     first_rule_state: Callable[[], PyTree],
     change: Change,
     *,
-    skips: bool = True,
     needs_grads_max: bool = False,
 ) -> LossScale:
     """A rule with a first scale, a first `rule_state`, and a change of both.
@@ -140,7 +139,7 @@ def make_rule(
         grads_finite: ArrayLike,
         grads_max: ArrayLike | None = None,
     ) -> LossScaleState:
-        finite = _as_bool(grads_finite, state) if skips else jnp.asarray(True)
+        finite = _as_bool(grads_finite, state)
         largest = None
         if needs_grads_max:
             if grads_max is None:
@@ -152,13 +151,15 @@ def make_rule(
             finite &= jnp.isfinite(largest)
         return count_step(state, finite, *change(state, finite, largest))
 
-    rule = _MadeRule(init, adjust, skips, needs_grads_max)
+    rule = _MadeRule(init, adjust, needs_grads_max=needs_grads_max)
     rule.change = change
     return rule
 
 
 def change_of(rule: LossScale) -> Change:
     """What a rule does in a step, without the count of it."""
+    if keeps_scale(rule):
+        return keep_scale
     if isinstance(rule, _MadeRule) and rule.change is not None:
         return rule.change
 
@@ -451,7 +452,11 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
     """
     scale = check_scale("scale", scale)
     skips = check_flag("skip_nonfinite", skip_nonfinite)
-    return make_rule(scale, tuple, keep_scale, skips=skips)
+
+    def init() -> LossScaleState:
+        return first_state(scale, ())
+
+    return LossScale(init, hold if skips else _hold_unchecked, skips=skips)
 
 
 def no_loss_scale() -> LossScale:
@@ -483,7 +488,36 @@ def is_no_loss_scale(rule: LossScale) -> bool:
 
 def keeps_scale(rule: LossScale) -> bool:
     """Whether a rule keeps the scale, which may then be a number in the loss."""
-    return change_of(rule) is keep_scale
+    return rule.adjust in (hold, _hold_unchecked)
+
+
+def hold(
+    state: LossScaleState,
+    grads_finite: ArrayLike,
+    grads_max: ArrayLike | None = None,
+) -> LossScaleState:
+    """An `adjust` that counts the step and leaves the scale as it is.
+
+    This function and the next are known by their identity, which a copy of a rule keeps
+    that a pytree, a pickle or another library has made.
+    """
+    del grads_max
+    finite = _as_bool(grads_finite, state)
+    return count_step(state, finite, state.loss_scale, state.rule_state)
+
+
+def _hold_unchecked(
+    state: LossScaleState,
+    grads_finite: ArrayLike,
+    grads_max: ArrayLike | None = None,
+) -> LossScaleState:
+    """An `adjust` that counts every step as finite."""
+    del grads_finite, grads_max
+    return hold(state, True)
+
+
+def _init_one() -> LossScaleState:
+    return first_state(1.0, Unscaled())
 
 
 def keep_scale(
@@ -551,5 +585,5 @@ def first_state(init_scale: ArrayLike, rule_state: PyTree) -> LossScaleState:
 
 
 _NO_LOSS_SCALE = with_settings(
-    make_rule(1.0, Unscaled, keep_scale, skips=False), "no_loss_scale", {}
+    LossScale(_init_one, _hold_unchecked, skips=False), "no_loss_scale", {}
 )

@@ -223,6 +223,8 @@ def loss_scaled(
         check_updates=check_flag("check_updates", check_updates),
         warn_after=warn_after,
         is_link=inner is None,
+        is_bare=is_no_loss_scale(rule),
+        is_fixed=keeps_scale(rule),
     )
 
     def init(params: optax.Params) -> LossScaledState:
@@ -255,7 +257,7 @@ def loss_scaled(
             grads_unscaled=grads_unscaled,
             extra_args=extra_args,
         )
-        verdict = judge(rule, step, axis_name)
+        verdict = judge(rule, step, axis_name, is_bare=settings.is_bare)
         return apply(settings, step, verdict)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -264,7 +266,9 @@ def loss_scaled(
 class _Settings(NamedTuple):
     """The arguments of `loss_scaled`, checked.
 
-    `is_link` says that there is no inner optimizer, but others may follow.
+    `is_link` says that there is no inner optimizer, but others may follow, `is_bare`
+    that the rule is `no_loss_scale`, and `is_fixed` that it keeps the scale. These are
+    asked once, because Equinox may copy the functions of a rule.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -275,6 +279,8 @@ class _Settings(NamedTuple):
     check_updates: bool
     warn_after: int | None
     is_link: bool
+    is_bare: bool
+    is_fixed: bool
 
 
 def read(
@@ -296,7 +302,7 @@ def read(
     loss_scale_state = _restore(state.loss_scale_state, first_state)
     check_params(params, grads)
     inner_params = parameters_of(params)
-    if is_no_loss_scale(rule):  # Nothing is a scaled gradient, and nothing is cast.
+    if settings.is_bare:  # Nothing is a scaled gradient, and nothing is cast.
         was_usable, is_scaled = jnp.asarray(True), False
     else:
         loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
@@ -304,7 +310,7 @@ def read(
         inner_params = wide_params(inner_params, state.inner_state)
         if not is_unscaled:
             check_scaled(grads, state.loss_scale_state, is_scaled)
-            if not keeps_scale(rule):  # A number in the loss would not be seen.
+            if not settings.is_fixed:  # A number in the loss would not be seen.
                 warn_if_unscaled(grads, params, state.loss_scale_state, is_scaled)
     scale = loss_scale_state.loss_scale
     return Step(
@@ -339,6 +345,8 @@ def apply(
 
     def run() -> tuple[optax.Updates, optax.OptState]:
         updates, new = update(grads, inner_state, step.params, **extra_args)
+        if settings.is_bare:
+            return updates, new
         if not settings.is_link:  # The optimizers after a link need all the bits.
             updates = _round_for_float8(updates, step.original_params)
         return updates, cast_like(new, inner_state)

@@ -12,7 +12,7 @@ from optax_lossscale._ground.states import LossScaleState
 from optax_lossscale._ground.tree import where_true
 from optax_lossscale._ground.types import AxisName, PyTree
 from optax_lossscale._scaling.finite import is_finite, largest_magnitude, on_all_devices
-from optax_lossscale._scaling.rules import LossScale, change_of, is_no_loss_scale
+from optax_lossscale._scaling.rules import LossScale, change_of
 from optax_lossscale._scaling.state import is_usable
 
 
@@ -61,7 +61,9 @@ class Verdict(NamedTuple):
     rule_state: PyTree
 
 
-def judge(rule: LossScale, step: Step, axis_name: AxisName | None) -> Verdict | None:
+def judge(
+    rule: LossScale, step: Step, axis_name: AxisName | None, *, is_bare: bool
+) -> Verdict | None:
     """Checks gradients as the rule asks, and has it change the scale.
 
     Whether the step is applied is decided here and not by the rule, so that the state
@@ -72,7 +74,7 @@ def judge(rule: LossScale, step: Step, axis_name: AxisName | None) -> Verdict | 
     accepted = None
     if step.accept is not None:
         accepted = on_all_devices(step.accept, axis_name)
-    if is_no_loss_scale(rule):
+    if is_bare:  # Under `no_loss_scale`.
         unchanged = old.loss_scale, old.rule_state
         return None if accepted is None else Verdict(accepted, *unchanged)
     with jax.debug_infs(False):  # Here an infinity is an answer and no fault.

@@ -126,7 +126,7 @@ def trace_operations(
         """The program, traced anew, and how often it calls `autocast`."""
         grad_fun = _with_gradients(fun, argnums)
         with recorded_calls() as calls, variables_kept(scopes):
-            traced = trace_call(grad_fun, (jnp.float32(loss_scale), *args), {})
+            traced = trace_call((grad_fun, (jnp.float32(loss_scale), *args), {}))
             return traced, len(calls)
 
     traced, count = trace_with_gradients(autocast(fun, dtype, level=level))

@@ -305,6 +305,20 @@ def test_numbers_that_are_held_fixed_keep_value_and_dtype_over_a_step(make, rule
         assert leaf(name)(new).dtype == jnp.asarray(held).dtype
 
 
+@pytest.mark.parametrize(
+    ("of_held", "with_params"),
+    [(jnp.zeros(3), True), (jnp.zeros(3, int), True), (jnp.zeros(3, int), False)],
+)
+def test_a_gradient_of_what_is_held_fixed_is_dropped(of_held, with_params):
+    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
+    tx = ols.loss_scaled(optax.sgd(0.1, momentum=0.9), ols.static_loss_scale(1.0))
+    grads = {"w": jnp.ones(3), "n": of_held}
+    given = (params,) if with_params else ()
+    updates, _ = tx.update(grads, tx.init(params), *given)
+    np.testing.assert_allclose(updates["w"], [-0.1] * 3, rtol=1e-6)
+    assert updates["n"] is None or updates["n"].tolist() == [0, 0, 0]
+
+
 def test_keys_strings_and_functions_are_held_fixed_over_a_step():
     params = {"w": jnp.ones(2), "key": jax.random.key(0), "name": "x", "act": jnp.tanh}
     tx = ols.loss_scaled(optax.adam(0.25))
