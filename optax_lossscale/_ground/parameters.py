@@ -25,6 +25,7 @@ from optax_lossscale._ground.tree import (
     is_absent,
     is_floating,
     is_floating_array,
+    is_numeric,
 )
 from optax_lossscale._ground.types import PyTree
 
@@ -69,7 +70,10 @@ def gradients_of(params: PyTree, grads: PyTree) -> PyTree:
     `allow_int=True`, JAX gives an integer a gradient.
     """
     if params is None:
-        kept = jax.tree.map(lambda grad: grad if is_floating(grad) else None, grads)
+        kept = jax.tree.map(
+            lambda grad: None if is_numeric(grad) and not is_floating(grad) else grad,
+            grads,
+        )
     else:
         kept = jax.tree.map(
             lambda grad, param: None if param is None else grad,
