@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._ground.nnx import flatten, is_module, is_state, split_state
+from optax_lossscale._ground.nnx import (
+    flatten,
+    is_module,
+    is_state,
+    is_variable,
+    split_state,
+)
 from optax_lossscale._ground.tree import (
     are_same,
     dtype_of,
@@ -60,7 +66,8 @@ def _map_by_node(
 
 
 def _is_no_container(node: object) -> bool:
-    return not isinstance(node, Mapping | list | tuple)
+    is_container = isinstance(node, Mapping | list | tuple) or is_variable(node)
+    return not is_container
 
 
 def gradients_of(params: PyTree, grads: PyTree) -> PyTree:
@@ -93,19 +100,23 @@ def fast_of(params: PyTree) -> PyTree:
 def with_zeros(updates: PyTree, tree: PyTree) -> PyTree:
     """Zeros in place of the missing updates of numbers that are held fixed.
 
-    `optax.apply_updates` adds something to every leaf. In modules None stays, because
-    Equinox's `apply_updates` knows it.
+    `optax.apply_updates` adds something to every leaf. Numbers and arrays of NumPy in
+    a module keep None, because they are its settings, and must not become arrays of
+    JAX; Equinox's `apply_updates` knows None.
     """
     if all(map(is_floating_array, jax.tree.leaves(tree))):
         return updates
 
-    def is_number(leaf: object) -> bool:
+    def is_integer(leaf: object) -> bool:
         dtype = dtype_of(leaf)
         kinds = jnp.integer, jnp.bool_
         is_array = dtype is not None and any(jnp.issubdtype(dtype, k) for k in kinds)
         return is_array or isinstance(leaf, int)
 
-    numbers = _map_by_node(is_number, lambda leaf: False, tree)
+    def is_integer_of_jax(leaf: object) -> bool:
+        return isinstance(leaf, jax.Array) and is_integer(leaf)
+
+    numbers = _map_by_node(is_integer, is_integer_of_jax, tree)
 
     def fill(update: PyTree, number: PyTree) -> PyTree:
         is_missing = update is None and number is not None

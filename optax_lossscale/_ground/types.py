@@ -1,7 +1,7 @@
 """The type aliases of signatures, and the module of public classes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import jax
 import optax
@@ -26,6 +26,10 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def public(kind: _Kind) -> _Kind:
-    """Names a class after the package, so that pickles and `repr` know no file."""
+    """Names a class after the package, so that pickles and `repr` know no file.
+
+    What it is annotated with is looked up first, in its own file.
+    """
+    kind.__annotations__ = get_type_hints(kind)
     kind.__module__ = "optax_lossscale"
     return kind

@@ -11,6 +11,7 @@ import optax
 
 from optax_lossscale._ground.bits import keep_rounding, same_bits
 from optax_lossscale._ground.checks import check_flag, check_optimizer
+from optax_lossscale._ground.parameters import gradients_of, parameters_of, with_zeros
 from optax_lossscale._ground.states import (
     MASTER_WEIGHTS_STATES,
     CompactMasterWeightsState,
@@ -127,6 +128,7 @@ def master_weights(
     first_stored = _first_remainder if is_compact else copy_wide
 
     def init(params: optax.Params) -> _State:
+        params = parameters_of(params)
         # Not made from the same masters, which some optimizers store themselves.
         inner_state = optimizer.init(jax.tree.map(widen, params))
         return state_type(jax.tree.map(first_stored, params), inner_state)
@@ -141,6 +143,8 @@ def master_weights(
             raise ValueError("`update` of `master_weights` needs `params`.")
         _check_form(state, is_compact)
         stored, inner_state = state
+        original_params, params = params, parameters_of(params)
+        updates = gradients_of(params, updates)
         params = jax.tree.map(array_of, params)
         if is_compact:
             jax.tree_util.tree_map_with_path(
@@ -162,6 +166,7 @@ def master_weights(
         ]
         updates = structure.unflatten(update for update, _ in pairs)
         stored = structure.unflatten(each for _, each in pairs)
+        updates = with_zeros(updates, original_params)
         return updates, state_type(stored, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

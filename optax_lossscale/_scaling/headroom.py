@@ -28,7 +28,8 @@ from optax_lossscale._ground.states import LossScaleState
 from optax_lossscale._ground.types import public
 from optax_lossscale._scaling.rules import LossScale, make_rule, shows_settings
 
-_FLOAT32 = np.finfo(np.float32)
+# Numbers and not `np.finfo`, which cannot be copied or pickled by value.
+_TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _BITS_FADED = 4
 _BITS_PER_REPEAT = 8
 _BITS_PER_QUIET_STEP = 4
@@ -153,7 +154,7 @@ def headroom_loss_scale(
     margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
     bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
     largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
-    largest = min(largest, float(_FLOAT32.max))
+    largest = min(largest, _MAX)
     largest_usable = largest * 2.0**-margin_bits
     quiet_steps = min(recent_steps, _QUIET_STEPS)
     fading_per_step = 2.0 ** (-_BITS_FADED / history)
@@ -177,12 +178,12 @@ def headroom_loss_scale(
 
         # The low scale of a search may have flushed the gradients to zero.
         is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
-        is_zero_after_search &= grads_max < _FLOAT32.tiny
+        is_zero_after_search &= grads_max < _TINY
         is_unknown = overflowed | is_zero_after_search
         recent = _append(memory.recent, grads_max)
         recent = jnp.where(is_unknown, memory.recent, recent)
         # After so many zeros the scale is probably too low.
-        is_quiet = jnp.max(recent[-quiet_steps:]) < _FLOAT32.tiny
+        is_quiet = jnp.max(recent[-quiet_steps:]) < _TINY
         # A damaged count may be negative.
         is_full = (state.step_count >= quiet_steps) | (state.step_count < 0)
         is_quiet &= ~is_unknown & is_full
@@ -196,7 +197,7 @@ def headroom_loss_scale(
         raised = old_exponent + _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
         lowered = old_exponent - _BITS_PER_REPEAT * is_repeated.astype(jnp.int32)
         exponent = exponent_of_quotient(split_number(largest_usable), split(top))
-        exponent = jnp.where(top >= _FLOAT32.tiny, exponent, raised)
+        exponent = jnp.where(top >= _TINY, exponent, raised)
         exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
         s = power_of_two(jnp.clip(exponent, *exponent_bounds))
         return s, HeadroomRuleState(recent, peaks)
@@ -215,7 +216,7 @@ def headroom_loss_scale(
         base = jnp.maximum(base, largest_usable / high)
         assumed = base * jnp.where(is_repeated, 1.0, 2.0)
         assumed = jnp.minimum(assumed, largest_usable / low)
-        return jnp.clip(assumed, _FLOAT32.tiny, _FLOAT32.max)
+        return jnp.clip(assumed, _TINY, _MAX)
 
     def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
         """The memory without numbers that cannot be right."""
@@ -229,7 +230,7 @@ def headroom_loss_scale(
             )
         s = state.loss_scale
         # At the floor even a magnitude that overflows is right.
-        limit = jnp.where(s > low, largest / low, _FLOAT32.max)
+        limit = jnp.where(s > low, largest / low, _MAX)
         recent = jnp.where((recent >= 0) & (recent <= limit), recent, 0.0)
         is_right = (peaks >= 0) & (peaks <= largest / s)
         return HeadroomRuleState(recent, jnp.where(is_right, peaks, 0.0))
@@ -239,7 +240,7 @@ def headroom_loss_scale(
 
 def _first_nonzero(first: jax.Array, second: jax.Array) -> jax.Array:
     """The first unless it is zero or subnormal, which some platforms flush to zero."""
-    return jnp.where(first >= _FLOAT32.tiny, first, second)
+    return jnp.where(first >= _TINY, first, second)
 
 
 def _append(history: jax.Array, entry: jax.Array) -> jax.Array:

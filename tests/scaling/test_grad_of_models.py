@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 import optax_lossscale as ols
 from helpers import modules
@@ -243,7 +243,7 @@ def test_init_and_update_take_an_equinox_module_whole_or_filtered(rule):
         tx.update(grads, opt_state, each)[0] for each in (params, model)
     )
     trained = eqx.apply_updates(model, of_model)
-    assert_same_bits(eqx.filter(of_model, eqx.is_array), of_params)
+    assert_same_bits(eqx.filter(of_model, eqx.is_inexact_array), of_params)
     bare = optax.adamw(0.1)
     grads = ols.unscale(grads, opt_state)
     updates, _ = bare.update(grads, bare.init(params), params)
@@ -303,6 +303,49 @@ def test_numbers_that_are_held_fixed_keep_value_and_dtype_over_a_step(make, rule
         assert leaf(name)(grads) is None
         np.testing.assert_array_equal(leaf(name)(new), held)
         assert leaf(name)(new).dtype == jnp.asarray(held).dtype
+
+
+@struct.dataclass
+class Registered:
+    w: object
+    int8: object
+    bool: object
+
+
+@pytest.mark.parametrize("optimizer", [ols.loss_scaled, ols.master_weights])
+def test_optax_applies_the_updates_of_integer_arrays_in_a_node_of_your_own(optimizer):
+    params = Registered(jnp.ones(3), HELD["int8"], HELD["bool"])
+    tx = optimizer(optax.adam(0.25))
+    grads = Registered(jnp.ones(3), None, None)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(new.w, [0.75] * 3, rtol=1e-3)
+    assert_same_bits((new.int8, new.bool), (params.int8, params.bool))
+
+
+def test_a_setting_of_numpy_in_a_module_stays_what_it_is():
+    layer = eqx.nn.Lambda(np.arange(2))
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jax.random.key(0)), layer])
+    tx = ols.loss_scaled(optax.sgd(0.1))
+    grads = jax.tree.map(lambda x: x if eqx.is_inexact_array(x) else None, model)
+    updates, _ = tx.update(grads, tx.init(model), model)
+    assert eqx.apply_updates(model, updates).layers[1].fn is layer.fn
+
+
+def test_a_python_float_in_a_variable_of_nnx_is_trained_as_by_nnx():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.gain = nnx.Param(jnp.ones(3)), nnx.Param(2.0)
+
+    def loss(model):
+        return model.w[...].sum() * model.gain.get_value()
+
+    ours, bare = Model(), Model()
+    optimizer = nnx.Optimizer(ours, ols.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+    optimizer.update(ours, ols.scaled_grad(loss, optimizer)(ours))
+    optimizer = nnx.Optimizer(bare, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(bare, nnx.grad(loss)(bare))
+    assert_same_bits(nnx.state(ours), nnx.state(bare))
 
 
 @pytest.mark.parametrize(

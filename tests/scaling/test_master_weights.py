@@ -207,10 +207,7 @@ def test_a_leaf_without_a_gradient_stays_and_keeps_its_master(make):
         updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
         assert apply(params["w"], updates["w"]).tolist() == [0.5, 0.5, 0.5]
         assert [updates[name] for name in ("frozen", "h", "key")] == [None] * 3
-        # For `optax.apply_updates`, `loss_scaled` has zeros for what is held fixed.
-        has_zeros = hasattr(state, "loss_scale_state")
-        zeros = jnp.zeros_like(params["i"]) if has_zeros else None
-        assert_same_bits(updates["i"], zeros)
+        assert_same_bits(updates["i"], jnp.zeros_like(params["i"]))
         masters = ols.full_masters(params, state)
         assert masters["h"] == 1.0
         assert not set(pointers(others)) & set(pointers(state))
@@ -230,6 +227,19 @@ def test_parameters_may_be_python_numbers(wrap):
         assert moved == {"number": value, "half": value}
         masters = optax.tree.get(state, "master_params")
         assert types(masters) == types({"number": jnp.ones(()), "half": jnp.ones(())})
+
+
+@full_or_compact
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_python_float_in_a_module_is_a_setting(make, outside):
+    model = {"layer": eqx.nn.Dropout(0.5), "w": jnp.ones(3, jnp.float16)}
+    tx = optax.sgd(0.5)
+    tx = make(ols.loss_scaled(tx, UNSCALED)) if outside else ols.loss_scaled(make(tx))
+    grads = {"layer": eqx.filter(model["layer"], eqx.is_array), "w": model["w"]}
+    state = tx.init(model)
+    updates, state = tx.update(grads, state, model)
+    assert updates["layer"].p is None
+    assert ols.full_masters(model, state)["layer"].p == 0.5
 
 
 @full_or_compact
