@@ -23,6 +23,7 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.context import traced_for
 from optax_lossscale._autocast.levels import Settings
+from optax_lossscale._autocast.lookups import wide_lookup
 from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
 from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.modules import Traced, trace
@@ -107,6 +108,8 @@ def _equations_for(
     """What stands in the place of an equation."""
     if reason_for_all_inside(equation, settings) is not None:
         return [equation]
+    if (lookup := wide_lookup(equation)) is not None:
+        return lookup
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
         params = {

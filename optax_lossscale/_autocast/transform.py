@@ -79,6 +79,8 @@ def autocast(
       arguments cast to `dtype`, so that activations, sums and gradients are low, as in
       a model cast by hand; float16 results become float32. Running statistics are not
       cast, and at O2 neither are the parameters of normalization layers.
+    * *Lookups* in low arrays, such as `table[i]` and embeddings, have gradients that
+      are float32 sums, as have sums into indices, such as `jax.ops.segment_sum`.
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
       The result is a function without parameters: keep the module itself to train it.
     * *Tracing.* Outside of `jax.jit` the function is traced at each call.

@@ -1,42 +1,101 @@
-"""What a traced value was computed from."""
+"""How gradients depend on a loss scale."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
-from jax.extend import core
+import jax
+import jax.numpy as jnp
 
-from optax_lossscale._ground.tree import is_floating_array
-from optax_lossscale._ground.types import Arrays
-from optax_lossscale._programs.jax_internals import inputs_of
+from optax_lossscale._programs.follow import equations_before, follow_back
+from optax_lossscale._programs.jax_internals import (
+    constant_of,
+    origin_of,
+    trace_of,
+    traces_around,
+)
 from optax_lossscale._programs.jaxprs import equations_of, is_transposed, programs_of
+from optax_lossscale._programs.powers import CONSTANT, Powers, PowersRule, first_power
+
+Scaling: TypeAlias = Literal[
+    "scaled", "scaled twice", "unscaled", "by another scale", "never scaled"
+]
+_RULE = PowersRule()
+_LOOPS = ("fori_loop", "scan", "while_body")
 
 
-def are_gradients_without(
-    grads: Arrays, params: Iterable[object], scale: object
-) -> bool:
-    """Whether derivatives were computed from the parameters, but not from a scale.
+def scaling_of(
+    grads: Sequence[Any], params: Iterable[Any], scale: Any
+) -> Scaling | None:
+    """How gradients depend on a loss scale; None in case of doubt.
 
-    Only what was computed in the same trace is seen. In case of doubt the answer is
-    False: about gradients that come from outside the trace, and if they depend on any
-    scalar that was given to it, because that may be the scale.
+    Only what was computed in the trace of the scale, and in those around it, is seen.
+    Another argument may hold the same scale, so there is doubt if the gradients are
+    proportional to one. An array that a jitted function closes over is the same at
+    every call, so it cannot be this scale.
+
+    Args:
+      grads: The scaled gradients.
+      params: The parameters, none of which is a scale.
+      scale: The loss scale of the state that `update` was given.
     """
-    of_scale = inputs_of([scale]).keys()
-    if not of_scale:  # It is a number in the program, as after an `init` inside `jit`.
+    own = origin_of(scale)
+    if not isinstance(own, jax.core.Tracer) or constant_of(own) is not None:
+        return None  # A number in the program, as after an `init` inside `jit`.
+    known = {id(origin_of(param)): CONSTANT for param in params}
+    known[id(own)] = first_power(id(own))
+
+    def of_input(origin: Any) -> Powers:
+        number = constant_of(origin)
+        if number is not None:
+            return _RULE.of_constant(number)
+        return first_power(id(origin)) if _may_be_scale(origin, own) else CONSTANT
+
+    facts = follow_back(grads, known, of_input, _RULE)
+    powers = [dict(fact.of) for fact in facts if not fact.is_zero]
+    of_own = [power.pop(id(own), "none") for power in powers]
+    of_others = {power for each in powers for power in each.values()}
+    if 2 in of_own:
+        return "scaled twice"
+    if 1 in of_own:
+        return "scaled"
+    if not powers or {*of_own} - {0, "none"} or {1, None} & of_others:
+        return None
+    if 0 in of_own:
+        return "unscaled"
+    if not _are_derivatives(grads):
+        return None
+    return "by another scale" if 0 in of_others else "never scaled"
+
+
+def _may_be_scale(origin: Any, own: Any) -> bool:
+    """Whether an input of a trace may have the value of a scale."""
+    if not isinstance(origin, jax.core.Tracer) or origin.shape != own.shape:
         return False
-    inputs = inputs_of(grads)
-    own = {id(param) for param in params}
-    scales = of_scale | {
-        key
-        for key, (array, equation) in inputs.items()
-        if equation is None and is_floating_array(array) and not array.ndim
-    }
-    equations = [equation for _, equation in inputs.values() if equation is not None]
-    are_scaled = not (scales - own).isdisjoint(inputs)
-    are_of_params = not own.isdisjoint(inputs)
-    return are_of_params and not are_scaled and any(map(_is_backward, equations))
+    is_outside = trace_of(origin) is not trace_of(own)
+    if is_outside and traces_around(own)[0] in _LOOPS:
+        return False  # The scale changes from one iteration to the next.
+    return jnp.issubdtype(origin.dtype, jnp.floating)
 
 
-def _is_backward(equation: core.JaxprEqn) -> bool:
-    """Whether an equation, or one in it, is part of a backward pass."""
-    programs = programs_of(equation)
-    inside = (each for program in programs for each in equations_of(program))
-    return any(map(is_transposed, (equation, *inside)))
+def _are_derivatives(grads: Sequence[Any]) -> bool:
+    """Whether gradients were computed in a backward pass."""
+    return any(
+        is_transposed(each)
+        for equation in equations_before(grads)
+        for each in (equation, *_equations_in(equation))
+    )
+
+
+def _equations_in(equation: Any) -> Iterable[Any]:
+    return (each for program in programs_of(equation) for each in equations_of(program))
+
+
+def is_constant_under_jit(scale: Any) -> bool:
+    """Whether a number becomes a constant of a function that `jax.jit` traces.
+
+    A loop outside `jit` is traced at each call, so there a constant does no harm.
+    """
+    if isinstance(scale, jax.core.Tracer):
+        return False
+    # Under `jit`, an operation on a number that is known gives a traced one.
+    return "jit" in traces_around(jnp.negative(scale))

@@ -35,9 +35,13 @@ def _private(module: str, name: str) -> Any:
 
 # `jax.extend.core.primitives` has none of these, or not in JAX 0.7.
 remat_p = _private("jax._src.ad_checkpoint", "remat_p")
+name_p = _private("jax._src.ad_checkpoint", "name_p")
 pvary_p = _private("jax._src.core", "pvary_p")
+psum_invariant_p = _private("jax._src.lax.parallel", "psum_invariant_p")
 ragged_dot_general_p = _private("jax._src.lax.lax", "ragged_dot_general_p")
 split_p = _private("jax._src.lax.lax", "split_p")
+optimization_barrier_p = _private("jax._src.lax.lax", "optimization_barrier_p")
+reduce_scatter_p = _private("jax._src.lax.parallel", "reduce_scatter_p")
 jet = _private("jax.experimental.jet", "jet")
 jet_rules = _private("jax.experimental.jet", "jet_rules")
 
@@ -85,21 +89,72 @@ def is_scope(element: Any) -> bool:
     return type(element).__name__ == "Scope"
 
 
-def inputs_of(arrays: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
-    """Traced arrays and all that they were computed from, by identity.
+def origin_of(array: Any) -> Any:
+    """The traced array that an array stands for: in a batch, or closed over.
 
-    Each is a pair of the array and its equation, which the arguments of the trace lack.
-    Numbers that the program holds are left out. No public function knows an equation
-    before the program is complete.
+    A trace gives an array that is closed over a name of its own. No public function
+    knows which.
     """
-    found, rest = dict[int, tuple[Any, Any]](), list(arrays)
-    while rest:
-        array = rest.pop()
-        is_number = isinstance(getattr(array, "val", None), core.Literal)
-        if id(array) not in found and not is_number:
-            found[id(array)] = array, getattr(array, "parent", None)
-            rest.extend(getattr(found[id(array)][1], "in_tracers", ()))
-    return found
+    while isinstance(array, jax.core.Tracer):
+        if not hasattr(array, "parent"):  # Of `vmap` or of a derivative.
+            inner = getattr(array, "primal", getattr(array, "val", None))
+        elif array.parent is None and isinstance(array.val, core.Var):
+            frame = getattr(array._trace, "frame", None)
+            inner = getattr(frame, "constvar_to_val", {}).get(array.val)
+            inner = getattr(inner, "canonical", inner)  # In JAX 0.7.
+        else:
+            return array
+        if inner is None:
+            return array
+        array = inner
+    return array
+
+
+def equation_of(origin: Any) -> tuple[Any, int]:
+    """The equation that made a traced array, and its place among the results.
+
+    None for an input. No public function knows it before the program is complete.
+    """
+    equation = getattr(origin, "parent", None)
+    if equation is None:
+        return None, 0
+    is_result = [variable is origin.val for variable in equation.outvars]
+    return equation, is_result.index(True)
+
+
+def constant_of(origin: Any) -> Any:
+    """The number that a traced array stands for, or None."""
+    value = getattr(origin, "val", None)
+    return value.val if isinstance(value, core.Literal) else None
+
+
+def trace_of(origin: Any) -> Any:
+    """The trace that a traced array belongs to, or None."""
+    return getattr(origin, "_trace", None)
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many inputs of a scan are the same in each iteration, and how many carried.
+
+    JAX 0.12 has trees in place of numbers.
+    """
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(list(consts)), len(list(carry))
+    return params["num_consts"], params["num_carry"]
+
+
+def traces_around(array: Any) -> list[str | None]:
+    """For what an array was traced, such as "jit" or "scan", from the innermost trace.
+
+    Empty for an array that is not traced.
+    """
+    names, trace = list[str | None](), trace_of(array)
+    while trace is not None:
+        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        names.append(getattr(debug_info, "traced_for", None))
+        trace = getattr(trace, "parent_trace", None)
+    return names
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:

@@ -11,7 +11,8 @@ import jax
 from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, wrt_of
 from optax_lossscale._ground.parameters import split_parameters
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._scaling.scale import multiply, warn_of_outer_wrappers
+from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
+from optax_lossscale._scaling.scale import multiply
 from optax_lossscale._scaling.state import get_loss_scale
 
 
@@ -168,6 +169,7 @@ def _scaled_value_and_grad(
 
     @functools.wraps(fun)
     def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+        warn_if_constant(state)
         (_, value), grads = value_and_grad(*args, **kwargs)
         return value, grads
 

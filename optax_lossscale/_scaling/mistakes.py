@@ -7,35 +7,158 @@ import warnings
 from typing import Any
 
 import jax
+import optax
 
-from optax_lossscale._ground.states import LossScaledState, LossScaleState
+from optax_lossscale._ground.states import LossScaledState, LossScaleState, Unscaled
 from optax_lossscale._ground.tree import find_by_type, where_true
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.rules import LossScale, dynamic_loss_scale
+from optax_lossscale._scaling.state import find_loss_scale_state
 
 
-def warn_if_unscaled(
-    grads: PyTree, params: PyTree, state: LossScaleState, is_scaled: PyTree
+def warn_of_scaling(
+    grads: PyTree,
+    params: PyTree,
+    state: LossScaleState,
+    rule: LossScale,
+    *,
+    is_scaled: PyTree,
+    is_unscaled: bool,
 ) -> None:
-    """Warns of derivatives computed from the parameters, but not from the loss scale.
+    """Warns of gradients that do not depend on the loss scale as they must.
 
     It sees only what was computed in the same trace.
     """
     if not isinstance(state.loss_scale, jax.core.Tracer):
         return
     try:
-        from optax_lossscale._programs.dependence import are_gradients_without
+        from optax_lossscale._programs.dependence import scaling_of
     except ImportError:  # What JAX does not promise to keep is gone.
         return
-    scaled = jax.tree.leaves(where_true(is_scaled, grads))
-    if are_gradients_without(scaled, jax.tree.leaves(params), state.loss_scale):
+    scaling: str | None = scaling_of(
+        jax.tree.leaves(where_true(is_scaled, grads)),
+        jax.tree.leaves(params),
+        state.loss_scale,
+    )
+    if is_unscaled:
+        scaling = "still scaled" if scaling == "scaled" else None
+    # If the scale never changes, the loss may have been multiplied by a number.
+    may_be_number = scaling in ("never scaled", "by another scale")
+    if scaling in _WRONG_SCALING and not (may_be_number and _keeps_scale(rule)):
+        warnings.warn(_WRONG_SCALING[scaling], stacklevel=4)
+
+
+def _keeps_scale(rule: LossScale) -> bool:
+    """Whether the program of a rule returns the very scale that it was given."""
+    grads_max = (1.0,) if rule.needs_grads_max else ()
+    adjust = jax.make_jaxpr(lambda state: rule.adjust(state, True, *grads_max))
+    program = adjust(rule.init()).jaxpr
+    return program.outvars[0] is program.invars[0]
+
+
+_INSTEAD = (
+    "(Compute them with `scaled_value_and_grad(loss_fn, opt_state)`, or differentiate "
+    "`scale(loss, opt_state)`, in the same step and with the state that is given to "
+    "`update`.)"
+)
+_WRONG_SCALING = {
+    "never scaled": (
+        "`update` divides gradients by the loss scale, but these were computed without "
+        f"it, so they become too small. {_INSTEAD}"
+    ),
+    "by another scale": (
+        "`update` divides gradients by the loss scale, but these were scaled and "
+        "unscaled by another one, so they become too small. (Take out the other loss "
+        f"scaling, such as a `DynamicScale`.) {_INSTEAD}"
+    ),
+    "unscaled": (
+        "`update` divides gradients by the loss scale, but these are unscaled already, "
+        "so they become too small. (Call `tx.update(..., grads_unscaled=True)`.)"
+    ),
+    "scaled twice": (
+        "`update` divides gradients by the loss scale once, but these were multiplied "
+        "by it twice, so they stay too large. (Call either `scale` or "
+        "`scaled_value_and_grad`.)"
+    ),
+    "still scaled": (
+        "`grads_unscaled=True` says that the loss scale was divided out of the "
+        "gradients, but it was not, so they stay too large. (Call `unscale` first, or "
+        "leave the argument out.)"
+    ),
+}
+
+
+def warn_if_constant(state: PyTree) -> None:
+    """Warns of a gradient function that was made once, outside the jitted step."""
+    loss_scale_state = find_loss_scale_state(state)
+    loss_scale = loss_scale_state.loss_scale
+    # A rule without a state of its own may keep the scale.
+    if isinstance(loss_scale, jax.core.Tracer) or not jax.tree.leaves(
+        loss_scale_state.rule_state
+    ):
+        return
+    try:
+        from optax_lossscale._programs.dependence import is_constant_under_jit
+    except ImportError:
+        return
+    if is_constant_under_jit(loss_scale):
         warnings.warn(
-            "`update` divides gradients by the loss scale, but these were computed "
-            "without it, so they become too small. (Compute them with "
-            "`scaled_value_and_grad(loss_fn, opt_state)`, or differentiate "
-            "`scale(loss, opt_state)`.)",
-            stacklevel=4,
+            "the loss scale is a constant of this jitted function, which goes on "
+            "scaling by it when the state has changed. (Call "
+            "`scaled_value_and_grad(loss_fn, opt_state)` inside the step, with the "
+            "state that is an argument of the step.)",
+            stacklevel=3,
         )
+
+
+def warn_of_outer_wrappers(state: PyTree) -> None:
+    """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside.
+
+    The warning shows the line that called the caller.
+    """
+    for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
+        inner = [state for _, state in find_by_type(outer, LossScaleState)]
+        if any(not isinstance(state.rule_state, Unscaled) for state in inner):
+            name, consequence = _WRONG_OUTSIDE[type(outer)]
+            warnings.warn(
+                f"`{name}` must not be outside `loss_scaled`: {consequence}. (Write "
+                f"`loss_scaled({name}(...))`.)",
+                stacklevel=3,
+            )
+    if any(not isinstance(each.rule_state, Unscaled) for each in _links_behind(state)):
+        warnings.warn(
+            "nothing must be before `loss_scaled` in an `optax.chain`: it would see "
+            "scaled gradients, and a clip would clip by the scale. (Write "
+            "`loss_scaled(optax.chain(...))`.)",
+            stacklevel=3,
+        )
+
+
+def _links_behind(state: PyTree) -> list[LossScaleState]:
+    """The states of loss scales behind other transformations in a chain."""
+
+    def is_chain(node: PyTree) -> bool:
+        return type(node) is tuple
+
+    found = list[LossScaleState]()
+    for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
+        are_of_optax = [type(link).__module__.startswith("optax.") for link in chain]
+        for place, link in enumerate(chain):
+            inside = [each for _, each in find_by_type(link, LossScaleState)]
+            found += inside if any(are_of_optax[:place]) else _links_behind(link)
+    return found
+
+
+_WRONG_OUTSIDE = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        "after one overflow, the sum that it accumulates stays NaN",
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "it hides overflows, so the loss scale never backs off",
+    ),
+}
 
 
 def check_not_nested(name: str, inner_state: PyTree) -> None:

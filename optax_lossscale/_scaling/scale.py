@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lossscale._ground.states import LossScaleState, Unscaled
 from optax_lossscale._ground.tree import (
     check_arrays,
-    find_by_type,
     flags_of,
     map_floating,
     where_true,
     widen,
 )
 from optax_lossscale._ground.types import Mask, PyTree
-from optax_lossscale._scaling.state import find_loss_scale_state, get_loss_scale
+from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
+from optax_lossscale._scaling.state import get_loss_scale
 
 
 def scale(tree: PyTree, state: PyTree) -> PyTree:
@@ -70,6 +66,7 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             "`scaled_value_and_grad(loss_fn, state)`?)"
         )
     warn_of_outer_wrappers(state)
+    warn_if_constant(state)
     return multiply(tree, state)
 
 
@@ -83,34 +80,6 @@ def multiply(tree: PyTree, state: PyTree) -> PyTree:
         )
     check_arrays(jax.tree.leaves(tree))
     return map_floating(_scale_leaves, tree, loss_scale)
-
-
-def warn_of_outer_wrappers(state: PyTree) -> None:
-    """Warns of wrappers of Optax that must be inside `loss_scaled`, not outside.
-
-    The warning shows the line that called the caller.
-    """
-    for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
-        inner = [state for _, state in find_by_type(outer, LossScaleState)]
-        if any(not isinstance(state.rule_state, Unscaled) for state in inner):
-            name, consequence = _WRONG_OUTSIDE[type(outer)]
-            warnings.warn(
-                f"`{name}` must not be outside `loss_scaled`: {consequence}. (Write "
-                f"`loss_scaled({name}(...))`.)",
-                stacklevel=3,
-            )
-
-
-_WRONG_OUTSIDE = {
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        "after one overflow, the sum that it accumulates stays NaN",
-    ),
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "it hides overflows, so the loss scale never backs off",
-    ),
-}
 
 
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
@@ -138,10 +107,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       The same tree with the unscaled leaves in float32 or wider.
 
     Raises:
-      ValueError: If `state` holds no `LossScaleState`, or several, or if a leaf is one
-        that `unscale` returned for the same state: as in PyTorch, gradients are
-        unscaled once. (Arrays that were computed from such a leaf, or that another
-        jitted function returned, are not recognized.)
+      ValueError: If `state` holds no `LossScaleState`, or several.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -153,31 +119,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    state = find_loss_scale_state(state)
-    is_scaled = flags_of(mask, tree)
-    check_scaled(tree, state, is_scaled)
-    unscaled = divide_out(tree, get_loss_scale(state), is_scaled)
-    if not isinstance(state.rule_state, Unscaled):
-        pairs = zip(*map(jax.tree.leaves, (tree, unscaled)), strict=True)
-        divided = [leaf for old, leaf in pairs if leaf is not old]
-        _returned.update({(id(leaf), id(state.loss_scale)): leaf for leaf in divided})
-    return unscaled
-
-
-# What `unscale` has returned, by its identity and that of the scale, as long as
-# somebody holds it.
-_returned: WeakValueDictionary[tuple[int, int], jax.Array] = WeakValueDictionary()
-
-
-def check_scaled(tree: PyTree, state: LossScaleState, is_scaled: PyTree) -> None:
-    """Refuses what `unscale` has returned for the same state."""
-    for leaf in jax.tree.leaves(where_true(is_scaled, tree)):
-        if _returned.get((id(leaf), id(state.loss_scale))) is leaf:
-            raise ValueError(
-                "the gradients must be scaled, got an array that `unscale` has "
-                "returned. (After `unscale`, call `tx.update(..., "
-                "grads_unscaled=True)`.)"
-            )
+    return divide_out(tree, get_loss_scale(state), flags_of(mask, tree))
 
 
 def divide_out(tree: PyTree, loss_scale: jax.Array, is_scaled: PyTree = True) -> PyTree:

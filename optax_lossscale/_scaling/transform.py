@@ -33,15 +33,14 @@ from optax_lossscale._scaling.mistakes import (
     check_not_nested,
     check_rule,
     check_state,
-    warn_if_unscaled,
+    warn_of_scaling,
 )
 from optax_lossscale._scaling.rules import (
     LossScale,
     count_step,
     is_no_loss_scale,
-    keeps_scale,
 )
-from optax_lossscale._scaling.scale import check_scaled, divide_out
+from optax_lossscale._scaling.scale import divide_out
 from optax_lossscale._scaling.state import as_array
 from optax_lossscale._scaling.telemetry import with_stall_warning
 from optax_lossscale._scaling.trainable import check_params, init_inner, wide_params
@@ -178,8 +177,9 @@ def loss_scaled(
 
     Warns:
       UserWarning: From `update`, while tracing, if the same jitted function computed
-        the gradients from the parameters, but without the loss scale. (Outside `jit`,
-        and across two jitted functions, this is not seen.)
+        the gradients without the loss scale of this state, multiplied by it twice, or
+        has divided it out already, or has not where `grads_unscaled=True` says so.
+        (Outside `jit`, and across two jitted functions, this is not seen.)
       RuntimeWarning: On the host, as `warn_after` says.
 
     Example:
@@ -224,7 +224,6 @@ def loss_scaled(
         warn_after=warn_after,
         is_link=inner is None,
         is_bare=is_no_loss_scale(rule),
-        is_fixed=keeps_scale(rule),
     )
 
     def init(params: optax.Params) -> LossScaledState:
@@ -266,9 +265,9 @@ def loss_scaled(
 class _Settings(NamedTuple):
     """The arguments of `loss_scaled`, checked.
 
-    `is_link` says that there is no inner optimizer, but others may follow, `is_bare`
-    that the rule is `no_loss_scale`, and `is_fixed` that it keeps the scale. These are
-    asked once, because Equinox may copy the functions of a rule.
+    `is_link` says that there is no inner optimizer, but others may follow, and
+    `is_bare` that the rule is `no_loss_scale`. This is asked once, because Equinox may
+    copy the functions of a rule.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -280,7 +279,6 @@ class _Settings(NamedTuple):
     warn_after: int | None
     is_link: bool
     is_bare: bool
-    is_fixed: bool
 
 
 def read(
@@ -308,10 +306,14 @@ def read(
         loss_scale_state, was_usable = repair_scale(loss_scale_state, rule)
         is_scaled = flags_of(settings.unscale_mask, grads)
         inner_params = wide_params(inner_params, state.inner_state)
-        if not is_unscaled:
-            check_scaled(grads, state.loss_scale_state, is_scaled)
-            if not settings.is_fixed:  # A number in the loss would not be seen.
-                warn_if_unscaled(grads, params, state.loss_scale_state, is_scaled)
+        warn_of_scaling(
+            grads,
+            params,
+            state.loss_scale_state,
+            rule,
+            is_scaled=is_scaled,
+            is_unscaled=is_unscaled,
+        )
     scale = loss_scale_state.loss_scale
     return Step(
         grads=gradients_of(inner_params, grads),

@@ -175,15 +175,15 @@ class DynamicScale(struct.PyTreeNode):
           TypeError: If a setting is of the wrong kind.
           NameError: If there is no axis of that name.
         """
-        rule = self.to_rule()
-        state, was_usable = repair_scale(self.to_state(), rule)
+        rule, given = self.to_rule(), self.to_state()
+        state, was_usable = repair_scale(given, rule)
 
         @functools.wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> Any:
             value = fun(*args, **kwargs)
             loss, aux = (value[0], value[1]) if has_aux else (value, None)
             loss = _as_wide_float(loss)
-            return scale_loss(loss, state), (loss, aux)
+            return scale_loss(loss, given), (loss, aux)
 
         scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
 
@@ -192,7 +192,7 @@ class DynamicScale(struct.PyTreeNode):
             names, tracked = _axes(axis_name)
             args = _vary_arguments(args, argnums, tracked)
             (scaled, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
-            grads = map_floating(divide_leaves, grads, state.loss_scale)
+            grads = map_floating(divide_leaves, grads, given.loss_scale)
             grads = _mean_over_devices(grads, scaled, names, tracked)
             finite = all_finite(grads, axis_name=axis_name) & was_usable
             dynamic_scale = self._with(rule.adjust(state, finite))

@@ -174,25 +174,56 @@ def test_linen_knows_the_module_whose_method_is_running():
 
 
 def test_a_traced_array_knows_the_equation_that_made_it():
-    """Else correct `inputs_of`: look into the class of `x` for its equation.
+    """Else correct `equation_of`: look into the class of an array for its equation.
 
-    Without it `update` does not warn of unscaled gradients. If there are more scalars,
-    numbers such as 2.0 are not left out: see `Literal`.
+    Without it `update` does not warn of unscaled gradients.
     """
-    from optax_lossscale._programs.jax_internals import inputs_of
+    from optax_lossscale._programs.follow import equations_before
+    from optax_lossscale._programs.jax_internals import equation_of
     from optax_lossscale._programs.jaxprs import is_transposed
 
     @jax.make_jaxpr
     def trace(x):
         grads = jax.grad(lambda x: 2.0 * jnp.sum(x @ x))(x)
-        inputs = inputs_of([grads])
-        assert id(x) in inputs
-        equations = [equation for _, equation in inputs.values()]
-        assert any(is_transposed(e) for e in equations if e)
-        assert equations.count(None) == 1
+        assert any(map(is_transposed, equations_before([grads])))
+        halves = jnp.split(x, 2)
+        assert [equation_of(half)[1] for half in halves] == [0, 1]
+        assert equation_of(x) == (None, 0)
         return grads
 
     trace(X)
+
+
+def test_a_traced_array_that_is_closed_over_or_in_a_batch_has_an_origin():
+    """Else correct `origin_of`, and `traces_around`. Numbers are in `constant_of`."""
+    from optax_lossscale._programs.jax_internals import (
+        constant_of,
+        equation_of,
+        origin_of,
+        traces_around,
+    )
+
+    def origins(array):
+        return [*map(origin_of, equation_of(origin_of(array))[0].in_tracers)]
+
+    @jax.jit
+    def fun(x):
+        def body(carry, y):
+            total = x + carry
+            assert any(origin is x for origin in origins(total))
+            assert traces_around(total) == ["scan", "jit", None]
+            return carry, y
+
+        def row(x, y):
+            assert origin_of(y) is not y
+            product = x * 2.0
+            assert constant_of(origins(product)[1]) == 2.0
+            return origin_of(y).shape == X.shape
+
+        jax.lax.scan(body, x, x)
+        return jax.vmap(row, (None, 0))(x, x)
+
+    assert fun(X).all()
 
 
 def test_arrays_in_a_shard_map_know_over_which_axes_they_vary():

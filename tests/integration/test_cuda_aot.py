@@ -222,3 +222,45 @@ def test_attention_marked_by_low_precision_is_one_call_of_cudnn_each_way():
     assert (fused["fused, forward"], fused["fused, backward"]) == ("1", "1")
     # Attention weights of 16 MB are stored no more, neither in float16 nor in float32.
     assert float(unfused["temporary MB"]) - float(fused["temporary MB"]) > 16
+
+
+def looked_up(table, i):
+    return table[i]
+
+
+def cost_of_lookup(lookup, dtype, gpu):
+    """Bytes, kernels and temporary bytes of a lookup, and of its gradient."""
+    table = jax.ShapeDtypeStruct((32_000, 512), dtype)
+    i = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8192, 512), jnp.float16)
+
+    def gradient(table, i, rows):
+        return jax.vjp(lambda table: lookup(table, i), table)[1](rows)
+
+    for program in (
+        compiled(lookup, table, i, gpu=gpu),
+        compiled(gradient, table, i, rows, gpu=gpu),
+    ):
+        temporary = program.memory_analysis().temp_size_in_bytes
+        yield *bytes_and_kernels(program.as_text()), temporary
+
+
+@pytest.mark.parametrize("gpu", ["v100", "cuda"])
+def test_a_lookup_with_a_float32_gradient_is_one_kernel_that_reads_its_rows(gpu):
+    forward, _ = cost_of_lookup(ols.autocast(looked_up), jnp.float16, gpu)
+    assert forward[1:] == (1, 0)  # So the whole table is never cast.
+
+
+@pytest.mark.parametrize("gpu", ["v100", "cuda"])
+def test_of_float32_parameters_the_float32_gradient_costs_nothing(gpu):
+    costs = [
+        list(
+            cost_of_lookup(
+                lambda table, i, f=f: f(table.astype(jnp.float16), i), jnp.float32, gpu
+            )
+        )
+        for f in (looked_up, ols.autocast(looked_up))
+    ]
+    for written, low in zip(*costs, strict=True):
+        assert all(a <= b for a, b in zip(low, written, strict=True))
+    assert costs[1][1][2] == 0

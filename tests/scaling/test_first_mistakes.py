@@ -188,6 +188,39 @@ def test_scaling_warns_of_a_wrapper_that_belongs_inside(name):
         assert [warning.filename for warning in warnings] == [__file__]
 
 
+CLIP = optax.clip_by_global_norm(1.0)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(CLIP, TX),
+        optax.chain(optax.chain(CLIP, TX), optax.scale(0.5)),
+        optax.chain(CLIP, optax.chain(TX, optax.scale(0.5))),
+        optax.chain(optax.zero_nans(), ols.loss_scaled(), optax.adam(1e-3)),
+    ],
+)
+def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
+    train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for state in (train_state, train_state.opt_state):
+        with pytest.warns(UserWarning, match=r"before `loss_scaled`.*\(Write") as seen:
+            ols.scaled_grad(loss_fn, state)
+        assert [warning.filename for warning in seen] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        ols.loss_scaled(optax.chain(CLIP, optax.adam(1e-3))),
+        optax.chain(ols.loss_scaled(), CLIP, optax.adam(1e-3)),
+        optax.chain(CLIP, ols.loss_scaled(optax.adam(1e-3), ols.no_loss_scale())),
+    ],
+)
+def test_scaling_does_not_warn_of_a_right_chain(tx):
+    state = tx.init(PARAMS)
+    without_warning(ols.scaled_grad(loss_fn, (optax.EmptyState, state)), PARAMS, X)
+
+
 @pytest.mark.parametrize(
     "tx",
     [

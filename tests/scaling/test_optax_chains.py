@@ -42,11 +42,9 @@ def test_accumulation_inside_the_wrapper_never_notices_a_bad_step():
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 2
 
 
-@pytest.mark.parametrize("is_last", [True, False])
-def test_in_a_chain_it_skips_a_bad_step(is_last):
+def test_in_a_chain_it_skips_a_bad_step():
     wrapped = ols.loss_scaled(adam(), RULE)
-    tx = optax.chain(optax.identity(), wrapped) if is_last else optax.chain(wrapped)
-    tx = optax.chain(tx, optax.scale(0.5))
+    tx = optax.chain(optax.chain(wrapped), optax.scale(0.5))
     params, state = run(tx, [False])
     assert_same_bits(params, PARAMS)
     assert ols.get_loss_scale(state) == SCALE / 2

@@ -13,7 +13,6 @@ from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, enable_x64
-from helpers.steps import eager_and_jitted
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -80,24 +79,6 @@ def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
     with pytest.raises(ValueError, match="Dict key" if IS_JAX_0_7 else "dict"):
         ols.unscale(tree, STATE, mask={"other": True})
-
-
-def twice(grads):
-    return ols.unscale(ols.unscale(grads, STATE), STATE)
-
-
-def updated(grads):
-    tx = ols.loss_scaled(optax.sgd(0.1))
-    opt_state = tx.init(grads)
-    return tx.update(ols.unscale(grads, opt_state), opt_state)[0]
-
-
-@eager_and_jitted
-@pytest.mark.parametrize("step", [twice, updated])
-def test_gradients_that_unscale_returned_are_not_unscaled_again(step, run):
-    message = r"got an array that `unscale` has returned.*grads_unscaled=True"
-    with pytest.raises(ValueError, match=message):
-        run(step)({"w": jnp.ones(2), "b": jnp.ones(1)})
 
 
 def test_leaves_that_are_left_alone_are_not_taken_for_unscaled_ones():

@@ -66,11 +66,12 @@ def test_grads_finite_is_an_overflow_and_accept_is_not(poison, verdicts, expecte
 def test_devices_skip_together_if_one_of_them_does_not_accept(name):
     tx, opt_state = make(name, axis_name="batch")
 
-    def step(accept):
+    def step(opt_state, accept):
         return tx.update(ols.scale(GRADS, opt_state), opt_state, PARAMS, accept=accept)
 
     accept = jnp.asarray([True, False, True])
-    updates, new = jax.jit(jax.vmap(step, axis_name="batch"))(accept)
+    mapped = jax.jit(jax.vmap(step, (None, 0), axis_name="batch"))
+    updates, new = mapped(opt_state, accept)
     np.testing.assert_array_equal(updates, np.zeros((3, 2)))
     np.testing.assert_array_equal(new.loss_scale_state.total_notfinite, [1, 1, 1])
 

@@ -1,0 +1,73 @@
+"""Lookups in low arrays, whose gradients are sums.
+
+The gradient of a row that many indices name is a sum with as many terms. In float16 it
+stops growing at 2048 times its largest term, and nothing overflows. So a lookup reads a
+float32 copy, and its gradient is a float32 sum:
+
+    z = gather(x, i)    becomes    z = low(gather(float32(x), i))
+
+No bit of `z` changes, and XLA reads only the rows it needs, because it moves the casts
+behind the lookup. Sums into indices, such as those of `jax.ops.segment_sum` and of
+gradients that the function itself computes, are float32 sums in the same way.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core.primitives import (
+    convert_element_type_p,
+    gather_p,
+    scatter_add_p,
+)
+
+from optax_lossscale._autocast.products import FLOAT32
+from optax_lossscale._programs.jaxprs import Atom, aval_of
+
+
+def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
+    """A lookup or a sum into indices by way of float32; None for other equations."""
+    if equation.primitive not in (gather_p, scatter_add_p):
+        return None
+    low = aval_of(equation.invars[0]).dtype
+    if low not in (jnp.float16, jnp.bfloat16) or equation.params["unique_indices"]:
+        return None
+    is_low = [aval_of(atom).dtype == low for atom in equation.invars]
+    pairs = list(zip(equation.invars, is_low, strict=True))
+    inputs = [_in_float32(atom) if flag else atom for atom, flag in pairs]
+    (result,) = equation.outvars
+    wide = _in_float32(result)
+    params = equation.params
+    if equation.primitive is scatter_add_p:
+        params = {**params, "update_jaxpr": _float32_sum()}
+    columns = zip(is_low, equation.invars, inputs, strict=True)
+    return [
+        *(_cast(equation, atom, copy) for flag, atom, copy in columns if flag),
+        equation.replace(invars=inputs, outvars=[wide], params=params),
+        _cast(equation, wide, result),
+    ]
+
+
+def _in_float32(atom: Atom) -> core.Var:
+    variable: core.Var = core.Var(aval_of(atom).update(dtype=FLOAT32, weak_type=False))
+    return variable
+
+
+def _cast(equation: core.JaxprEqn, old: Atom, new: Any) -> core.JaxprEqn:
+    """The equation that casts a value, in the place of another equation."""
+    aval = aval_of(new)
+    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+    cast: core.JaxprEqn = equation.replace(
+        primitive=convert_element_type_p, invars=[old], outvars=[new], params=params
+    )
+    return cast
+
+
+@functools.cache
+def _float32_sum() -> core.Jaxpr:
+    """The program that adds a float32 entry to another one."""
+    program: core.Jaxpr = jax.make_jaxpr(lax.add)(*[jnp.float32(0)] * 2).jaxpr
+    return program

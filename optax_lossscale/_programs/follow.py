@@ -1,0 +1,162 @@
+"""Follow what is known of values through a program, and back through its trace.
+
+A `Rule` says what is known of the results of one operation. Everything else is here:
+calls, loops and branches, at every depth.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from jax.extend import core
+from jax.extend.core.primitives import cond_p, scan_p, while_p
+
+from optax_lossscale._programs.jax_internals import equation_of, origin_of, scan_counts
+from optax_lossscale._programs.jaxprs import (
+    Atom,
+    Program,
+    consts_of,
+    jaxpr_of,
+    programs_of,
+)
+
+Fact = TypeVar("Fact", bound=Hashable)
+
+
+class Rule(Protocol[Fact]):
+    """What is known of the results of one operation.
+
+    Attributes:
+      nothing: What is known of a value that was computed from nothing of interest.
+    """
+
+    nothing: Fact
+
+    def of_constant(self, value: Any) -> Fact:
+        """What is known of a number or an array that a program holds."""
+        ...
+
+    def of_operation(
+        self, equation: core.JaxprEqn, inputs: Sequence[Fact]
+    ) -> Sequence[Fact]:
+        """What is known of the results of an equation, from that of its inputs."""
+        ...
+
+    def join(self, one: Fact, other: Fact) -> Fact:
+        """What is known of a value that is one or the other."""
+        ...
+
+
+def follow(program: Program, inputs: Sequence[Fact], rule: Rule[Fact]) -> list[Fact]:
+    """What is known of the results of a program, from that of its inputs."""
+    jaxpr = jaxpr_of(program)
+    consts = map(rule.of_constant, consts_of(program))
+    known: dict[core.Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update(zip(jaxpr.constvars, consts, strict=False))
+
+    def read(atom: Atom) -> Fact:
+        if isinstance(atom, core.Literal):
+            return rule.of_constant(atom.val)
+        return known[atom] if atom in known else rule.of_constant(None)
+
+    for equation in jaxpr.eqns:
+        outputs = _outputs_of(equation, list(map(read, equation.invars)), rule)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def follow_back(
+    arrays: Sequence[Any],
+    known: Mapping[int, Fact],
+    of_input: Callable[[Any], Fact],
+    rule: Rule[Fact],
+) -> list[Fact]:
+    """What is known of traced arrays, from that of the arrays they were computed from.
+
+    Args:
+      arrays: Arrays of the trace, before its program is complete.
+      known: What is known of some arrays, by the identity of their origins.
+      of_input: What is known of an input of the trace.
+      rule: How to follow it.
+    """
+    outputs: dict[int, Sequence[Fact]] = {}  # By the identity of an equation.
+
+    def read(array: Any) -> Fact:
+        origin = origin_of(array)
+        if id(origin) in known:
+            return known[id(origin)]
+        equation, place = equation_of(origin)
+        return of_input(origin) if equation is None else outputs[id(equation)][place]
+
+    def equations_before(arrays: Sequence[Any]) -> list[Any]:
+        origins = [x for x in map(origin_of, arrays) if id(x) not in known]
+        equations = [equation_of(origin)[0] for origin in origins]
+        return [x for x in equations if x is not None and id(x) not in outputs]
+
+    rest = equations_before(arrays)
+    while rest:
+        equation = rest[-1]
+        if before := equations_before(equation.in_tracers):
+            rest.extend(before)
+            continue
+        rest.pop()
+        if id(equation) not in outputs:
+            inputs = list(map(read, equation.in_tracers))
+            outputs[id(equation)] = _outputs_of(equation, inputs, rule)
+    return list(map(read, arrays))
+
+
+def equations_before(arrays: Sequence[Any]) -> list[Any]:
+    """All equations that traced arrays were computed by."""
+    found = dict[int, Any]()
+    rest = list(arrays)
+    while rest:
+        equation, _ = equation_of(origin_of(rest.pop()))
+        if equation is not None and id(equation) not in found:
+            found[id(equation)] = equation
+            rest.extend(equation.in_tracers)
+    return list(found.values())
+
+
+def _outputs_of(equation: Any, inputs: list[Fact], rule: Rule[Fact]) -> Sequence[Fact]:
+    """What is known of the results of an equation, which may hold programs."""
+    params, count = equation.params, len(equation.outvars)
+    if all(fact is rule.nothing for fact in inputs):
+        return [rule.nothing] * count
+    if equation.primitive is scan_p:
+        return _loop(params["jaxpr"], inputs, *scan_counts(params), rule)
+    if equation.primitive is while_p:
+        inputs = inputs[params["cond_nconsts"] :]
+        return _loop(params["body_jaxpr"], inputs, params["body_nconsts"], count, rule)
+    if equation.primitive is cond_p:
+        branches = [follow(each, inputs[1:], rule) for each in params["branches"]]
+        return [_join_all(facts, rule) for facts in zip(*branches, strict=True)]
+    programs = list(programs_of(equation))
+    if len(programs) == 1 and len(programs[0].invars) == len(inputs):
+        (program,) = programs
+        if len(program.outvars) == count:
+            return follow(program, inputs, rule)
+    return rule.of_operation(equation, inputs)
+
+
+def _loop(
+    body: Program, inputs: list[Fact], fixed: int, carried: int, rule: Rule[Fact]
+) -> list[Fact]:
+    """What is known after any number of iterations."""
+    consts, carry, rest = (
+        inputs[:fixed],
+        inputs[fixed : fixed + carried],
+        inputs[fixed + carried :],
+    )
+    while True:
+        outputs = follow(body, [*consts, *carry, *rest], rule)
+        joined = list(map(rule.join, carry, outputs[:carried]))
+        if joined == carry:
+            return [*carry, *outputs[carried:]]
+        carry = joined
+
+
+def _join_all(facts: Sequence[Fact], rule: Rule[Fact]) -> Fact:
+    joined, *rest = facts
+    for fact in rest:
+        joined = rule.join(joined, fact)
+    return joined
