@@ -1,0 +1,337 @@
+"""The recipes of the pages on skipped steps, logging and troubleshooting.
+
+Each test runs functions that a page shows.
+"""
+
+import ast
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits, assert_within_ulp
+from helpers.files import ROOT
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+SKIPPED = "guides/debugging_a_skipped_step.md"
+
+
+def program_of(page, heading=""):
+    """The program of a page, or of its section under a heading of level 2."""
+    text = (ROOT / "docs" / page).read_text()
+    if heading:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    fence = r"^```\{code-cell\}\n(?::[^\n]*\n)*(.*?)^```"
+    return "\n".join(re.findall(fence, text, re.MULTILINE | re.DOTALL))
+
+
+@functools.cache
+def functions_of(page):
+    """The functions of a page, by name. None of them is called."""
+    tree = ast.parse(program_of(page))
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef
+    tree.body = [node for node in tree.body if isinstance(node, kinds)]
+    names = {}
+    exec(compile(tree, page, "exec"), names)
+    return names
+
+
+def run_section(page, heading, **settings):
+    """What the program of a section defines, which uses functions of the page."""
+    names = functions_of(page) | settings
+    exec(compile(program_of(page, heading), page, "exec"), names)
+    return names
+
+
+# Repeat a batch at the lower scale. The default scale is 2**15 at first.
+
+PARAMS = {"w": jnp.zeros((2, 1))}
+X = jnp.array([[1.0, -2.0], [0.5, 0.25], [2.0, 1.0], [-1.0, 0.5]])
+TX = ols.loss_scaled(optax.adam(0.1))
+
+
+def targets(log2):
+    """Four targets, of which the largest is a power of two."""
+    return jnp.array([[0.25], [2.0**log2], [-0.5], [1.0]])
+
+
+@ols.autocast
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def sqrt_loss_fn(params, x, y):
+    return jnp.mean(jnp.sqrt(x @ params["w"]) - y)  # At zero the slope is infinite.
+
+
+def step_of(loss_fn, tx=TX):
+    def step(state, x, y):
+        params, opt_state = state
+        loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def repeated(step, *repeats):
+    return functions_of(SKIPPED)["repeated"](step, *repeats)
+
+
+def scale_and_counts(state):
+    state = ols.find_loss_scale_state(state)
+    return (
+        state.loss_scale,
+        state.step_count,
+        state.total_notfinite,
+        state.notfinite_count,
+    )
+
+
+# The gradient that enters the product is 2 (0 - y) / 4 times the scale, so the largest
+# is 2**(log2 - 1 + 15) at first. It fits into float16 below 2**16, from log2 = 1 down.
+@pytest.mark.parametrize(("log2", "halvings"), [(1, 0), (2, 1), (6, 5), (11, 10)])
+def test_an_overflowing_batch_is_applied_after_the_halvings_that_it_needs(
+    log2, halvings
+):
+    y = targets(log2)
+    state = PARAMS, TX.init(PARAMS)
+    (params, opt_state), loss = jax.jit(repeated(step_of(loss_fn)))(state, X, y)
+    counts = 2.0 ** (15 - halvings), halvings + 1, halvings, 0
+    assert scale_and_counts(opt_state) == counts
+    np.testing.assert_allclose(loss, np.mean(np.square(y)), rtol=1e-6)
+
+    # Every number is exact in float16, so these are the gradients in float32.
+    grads = jax.grad(loss_fn.__wrapped__)(PARAMS, X, y)
+    adam = optax.adam(0.1)
+    updates, inner_state = jax.jit(adam.update)(grads, adam.init(PARAMS), PARAMS)
+    assert_within_ulp(params, optax.apply_updates(PARAMS, updates))
+    assert_within_ulp(opt_state.inner_state, inner_state)
+
+
+def train_once():
+    """A state whose moments are not zero."""
+    step = jax.jit(step_of(loss_fn))
+    return step((PARAMS, TX.init(PARAMS)), X, targets(0))[0]
+
+
+@pytest.mark.parametrize("repeats", [0, 3, 10])
+def test_a_batch_that_overflows_at_every_scale_ends_after_the_repeats(repeats):
+    params, opt_state = train_once()
+    params = jax.tree.map(jnp.zeros_like, params)
+    step = jax.jit(repeated(step_of(sqrt_loss_fn), repeats))
+    (new_params, new_state), loss = step((params, opt_state), X, targets(0))
+    assert np.isfinite(loss)
+    assert_same_bits(new_params, params)
+    assert_same_bits(new_state.inner_state, opt_state.inner_state)
+    tries = repeats + 1
+    assert scale_and_counts(new_state) == (2.0 ** (15 - tries), 1 + tries, tries, tries)
+
+
+def test_a_batch_with_a_loss_that_is_not_finite_is_tried_once():
+    params, opt_state = train_once()
+    step = jax.jit(repeated(step_of(loss_fn)))
+    bad_x = X.at[0, 0].set(jnp.nan)
+    (new_params, new_state), loss = step((params, opt_state), bad_x, targets(0))
+    assert np.isnan(loss)
+    assert_same_bits(new_params, params)
+    assert_same_bits(new_state.inner_state, opt_state.inner_state)
+    assert scale_and_counts(new_state) == (2.0**14, 2, 1, 1)
+
+
+def test_a_scale_of_the_headroom_rule_comes_back_after_the_repeats():
+    tx = ols.loss_scaled(optax.sgd(0.0), ols.headroom_loss_scale())
+    good_step = jax.jit(step_of(loss_fn, tx))
+    bad_step = jax.jit(repeated(step_of(sqrt_loss_fn, tx)))
+    state, _ = good_step((PARAMS, tx.init(PARAMS)), X, targets(0))
+    before = ols.get_loss_scale(state)
+    state, _ = bad_step(state, X, targets(0))
+    assert ols.get_loss_scale(state) < 2.0**-8 * before
+    state, _ = good_step(state, X, targets(0))
+    assert ols.get_loss_scale(state) >= before / 2
+
+
+def test_under_the_headroom_rule_64_times_larger_gradients_need_two_repeats():
+    # The first repeat is at a scale that is one bit lower, the second eight more.
+    tx = ols.loss_scaled(optax.sgd(0.0), ols.headroom_loss_scale())
+    step = jax.jit(repeated(step_of(loss_fn, tx)))
+    state, _ = step((PARAMS, tx.init(PARAMS)), X, targets(0))
+    _, *counts = scale_and_counts(step(state, X, targets(6))[0])
+    assert counts == [4, 2, 0]
+
+
+def test_a_train_state_is_repeated_in_a_scan():
+    def step(state, x, y):
+        loss, grads = ols.scaled_value_and_grad(loss_fn, state)(state.params, x, y)
+        return state.apply_gradients(grads=grads), loss
+
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+    batches = jnp.stack([X] * 3), jnp.stack([targets(log2) for log2 in (0, 3, 0)])
+    state, _ = jax.lax.scan(lambda s, batch: repeated(step)(s, *batch), state, batches)
+    assert scale_and_counts(state) == (2.0**13, 5, 2, 0)
+    assert state.opt_state.inner_state[0].count == 3
+
+
+# The same kind of batch is skipped again and again.
+
+PERIODS = [1000, pytest.param(5000, marks=pytest.mark.slow)]
+
+
+def share_skipped(rule, period, **settings):
+    return functions_of(SKIPPED)["simulate"](rule, period, **settings)[0]
+
+
+# After a skip the count begins anew, and the scale is halved. By hand: with 2000 steps
+# to a growth, it grows on every second rare batch, so that every third overflows; if
+# they are further apart, it has always grown back. With 20,000, batch 21, 42, ... of
+# those in 1000 overflows, and of those in 5000 every fifth.
+@pytest.mark.parametrize(
+    ("growth_interval", "period", "skipped"),
+    [(2000, 1000, 33), (2000, 5000, 20), (20_000, 1000, 4), (20_000, 5000, 4)],
+)
+def test_the_default_rule_skips_the_rare_batches_that_the_page_says(
+    growth_interval, period, skipped
+):
+    rule = ols.dynamic_loss_scale(growth_interval=growth_interval)
+    np.testing.assert_allclose(
+        share_skipped(rule, period), skipped / (100_000 / period), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("period", PERIODS)
+def test_the_headroom_rule_skips_all_rare_batches(period):
+    # It fades by 4 bits in 2400 steps, which is more than the bit that a skip costs.
+    rule = ols.headroom_loss_scale()
+    assert share_skipped(rule, period, steps=20_000) == 1
+
+
+@pytest.mark.slow
+def test_a_longer_history_makes_skips_rarer():
+    # It fades by a bit in five periods, and at first six bits are missing.
+    share = share_skipped(ols.headroom_loss_scale(history=20_000), 1000)
+    np.testing.assert_allclose(share, 0.2, atol=0.061)
+
+
+CURES = {
+    "max_scale": (ols.dynamic_loss_scale(max_scale=2.0**15), 0),
+    "repeated": (ols.dynamic_loss_scale(), 10),
+    "margin_bits": (ols.headroom_loss_scale(margin_bits=7), 0),
+    "headroom, repeated": (ols.headroom_loss_scale(), 10),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+@pytest.mark.parametrize("period", PERIODS)
+def test_with_each_cure_no_rare_batch_is_skipped(name, period):
+    rule, repeats = CURES[name]
+    assert share_skipped(rule, period, repeats=repeats, steps=20_000) == 0
+
+
+# A program that measures gradients, guards against NaN, and counts steps.
+
+PROGRAM = "Your program measures gradients, guards against NaN, counts steps"
+
+
+@pytest.fixture(scope="module")
+def program():
+    x = jax.random.normal(jax.random.key(0), (64, 3))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return run_section("guides/logging.md", PROGRAM, x=x, y=x.sum(1)[:, None])
+
+
+def test_the_ported_program_measures_and_trains_as_the_float32_program(program):
+    batches = jnp.stack([program["x"]] * 4)
+    plain = program["start"], program["sgd"].init(program["start"])
+    scaled = program["start"], program["tx"].init(program["start"])
+    for _ in range(4):
+        *plain, expected = program["plain_step"](*plain, batches)
+        *scaled, metrics = program["scaled_step"](*scaled, batches)
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-3)
+    np.testing.assert_allclose(scaled[0]["w"], plain[0]["w"], rtol=1e-3)
+
+
+def test_after_a_skip_the_ported_program_goes_on_to_the_next_batch(program):
+    # The page's program has run four batches, of which the third was skipped.
+    opt_state, metrics = program["opt_state"], program["metrics"]
+    assert ols.find_loss_scale_state(opt_state).step_count == 4
+    assert optax.tree.get(opt_state, "count") == 3
+    assert metrics["last_finite"]
+    np.testing.assert_allclose(metrics["rate"], 0.1 * (1 - 2 / 20), rtol=1e-6)
+
+
+# Two checks of a training step.
+
+
+@pytest.fixture
+def checks():
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    settings = {"x": x, "y": x.sum(1)[:, None], "params": {"w": jnp.zeros((8, 1))}}
+    return run_section(
+        "troubleshooting.md", "Mistakes that nothing reports", **settings
+    )
+
+
+def test_a_right_step_passes_both_checks(checks):
+    np.testing.assert_allclose(checks["low"][0], checks["high"][0], rtol=1e-3)
+    assert checks["bad"] == (0, 1)
+
+
+def unscaled(grad_fn, tx):
+    """Forgets the loss scale, outside `jit`, where nothing warns."""
+
+    def step(params, opt_state, x, y):
+        updates, opt_state = tx.update(grad_fn(params, x, y), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, 0.0
+
+    return step
+
+
+def with_another_state(loss_fn, tx):
+    def step(params, opt_state, x, y):
+        other = tx.init(params)
+        grads = ols.scaled_grad(loss_fn, other)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, 0.0
+
+    return step
+
+
+@pytest.mark.parametrize("mistake", ["unscaled", "with_another_state"])
+def test_the_update_of_a_mistaken_step_depends_on_the_scale(checks, mistake):
+    if mistake == "unscaled":
+        checks["step"] = unscaled(jax.grad(checks["loss_fn"]), checks["tx"])
+    else:
+        checks["step"] = with_another_state(checks["loss_fn"], checks["tx"])
+    low, high = (checks["change"](scale, checks["x"])[0] for scale in (2.0**4, 2.0**10))
+    np.testing.assert_allclose(low / high, 64, rtol=1e-3)  # 2**10 / 2**4.
+
+
+def test_a_state_that_is_not_returned_counts_nothing(checks):
+    right = checks["step"]
+
+    def step(params, opt_state, x, y):
+        new, _, loss = right(params, opt_state, x, y)
+        return new, opt_state, loss
+
+    checks["step"] = step
+    assert checks["change"](2.0**10, checks["x"] * jnp.nan)[1] == 0
+
+
+@pytest.mark.parametrize("mistake", ["old state", "exchanged"])
+def test_misused_where_applied_keeps_statistics_that_are_nan(mistake):
+    old, new = jnp.float32(1.0), jnp.float32(jnp.nan)
+    before = TX.init(PARAMS)
+    bad_grads = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
+    _, after = TX.update(bad_grads, before, PARAMS)
+    assert ols.where_applied(after, new, old) == 1
+    if mistake == "old state":
+        assert np.isnan(ols.where_applied(before, new, old))
+    else:
+        assert np.isnan(ols.where_applied(after, old, new))
