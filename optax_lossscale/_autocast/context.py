@@ -24,10 +24,12 @@ class Context(NamedTuple):
     Attributes:
       dtype: The low dtype; None outside of `autocast`, and in a marked function.
       record: Takes each call of `autocast`, if somebody asks for them.
+      is_off: Whether `autocast` leaves every function as it is written.
     """
 
     dtype: jnp.dtype | None = None
     record: Callable[[Call], None] | None = None
+    is_off: bool = False
 
 
 context = jax.make_user_context(Context())
@@ -37,6 +39,13 @@ def traced_for(dtype: jnp.dtype | None) -> contextlib.AbstractContextManager[Non
     """A context in which functions are traced for a low dtype, or for none."""
     inner: contextlib.AbstractContextManager[None]
     inner = context(context.value._replace(dtype=dtype))
+    return inner
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """A context in which `autocast` leaves every function as it is written."""
+    inner: contextlib.AbstractContextManager[None]
+    inner = context(context.value._replace(is_off=True))
     return inner
 
 

@@ -2,6 +2,7 @@
 
 `trace_operations` runs a function and its gradient once, with the numbers of every
 operation, and `first_nonfinite` and `print_operation_report` say what they mean.
+`gradient_errors` compares the gradient of each parameter with that in float32.
 
 The other functions look at the floating leaves of a pytree. All of them but
 `print_nonfinite_report` also run under `jit`. Floating leaves may have any shape, and
@@ -14,6 +15,11 @@ from the bits, so they are exact for subnormal numbers too.
     8.0
 """
 
+from optax_lossscale.diagnostics._gradients import (
+    GradientError,
+    gradient_errors,
+    print_gradient_errors,
+)
 from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
 from optax_lossscale.diagnostics._report import print_operation_report
 from optax_lossscale.diagnostics._trace import trace_operations
@@ -27,16 +33,23 @@ from optax_lossscale.diagnostics._trees import (
     underflow_fraction,
 )
 
-for _kind in (ExponentHistogram, Operation):  # For pickles, which then know no file.
+for _kind in (
+    ExponentHistogram,
+    GradientError,
+    Operation,
+):  # For pickles, which then know no file.
     _kind.__module__ = __name__
 
 __all__ = [
     "ExponentHistogram",
+    "GradientError",
     "Operation",
     "exponent_histogram",
     "first_nonfinite",
+    "gradient_errors",
     "headroom_bits",
     "nonfinite_report",
+    "print_gradient_errors",
     "print_nonfinite_report",
     "print_operation_report",
     "suggest_init_scale",

@@ -25,7 +25,11 @@ from optax_lossscale._autocast.modules import (
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_concrete, check_scale
 from optax_lossscale._ground.nnx import modules_of
-from optax_lossscale._ground.tree import is_floating, is_floating_array
+from optax_lossscale._ground.tree import (
+    floating_leaves,
+    is_floating,
+    is_floating_array,
+)
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._programs.jaxprs import place_in
 from optax_lossscale._scaling.grad import scaled_value_and_grad
@@ -108,31 +112,60 @@ def trace_operations(
       accuracy problems, PLDI 2012, run a program beside itself in a wider format
       (https://doi.org/10.1145/2254064.2254118).
     """
+    check_call(fun, args)
+    loss_scale = check_scale("loss_scale", loss_scale)
+    context = Context(_where_defined(fun))
+    settings = functools.partial(autocast, dtype=dtype, level=level)
+    traced, _ = trace_gradients(fun, args, loss_scale, argnums, settings)
+    return operations_of(_run(traced, context), loss_scale)
+
+
+def check_call(fun: Any, args: PyTree) -> None:
+    """Refuses what cannot be run and differentiated."""
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
     check_concrete("args", args, "Call it outside `jit`.")
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
         raise TypeError("`args` must hold arrays with values, got `ShapeDtypeStruct`s.")
-    loss_scale = check_scale("loss_scale", loss_scale)
     if not any(map(is_floating_array, jax.tree.leaves(args))):
         raise TypeError("`args` must hold a floating array, got none.")
-    context, function = Context(_where_defined(fun)), as_partial(fun)
+
+
+def trace_gradients(
+    fun: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    loss_scale: float,
+    argnums: int | Sequence[int],
+    cast: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> tuple[Traced, list[str]]:
+    """The program of the scaled gradients of `fun`, and of its results.
+
+    With it the names of its first results, which are the gradients.
+
+    Args:
+      fun: The function.
+      args: Its arguments.
+      loss_scale: The loss scale.
+      argnums: What to differentiate by.
+      cast: An `autocast`, which is left out if `fun` calls one itself.
+    """
+    function = as_partial(fun)
     scopes = linen_scopes_of(inspect.unwrap(fun), function, args)
     if modules_of(function):  # As an argument, they may change.
         fun, args = call_partial, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
 
-    def trace_with_gradients(fun: Callable[..., Any]) -> tuple[Traced, int]:
+    names: list[str] = []
+
+    def trace(fun: Callable[..., Any]) -> tuple[Traced, int]:
         """The program, traced anew, and how often it calls `autocast`."""
-        grad_fun = _with_gradients(fun, argnums)
+        grad_fun = _with_gradients(fun, argnums, names)
         with recorded_calls() as calls, variables_kept(scopes):
             traced = trace_call((grad_fun, (jnp.float32(loss_scale), *args), {}))
             return traced, len(calls)
 
-    traced, count = trace_with_gradients(autocast(fun, dtype, level=level))
-    if count > 1:  # `fun` calls `autocast`, too.
-        traced, _ = trace_with_gradients(fun)
-    return operations_of(_run(traced, context), loss_scale)
+    traced, count = trace(cast(fun))
+    return (traced if count <= 1 else trace(fun)[0]), names
 
 
 def _run(traced: Traced, context: Context) -> list[Entry]:
@@ -160,9 +193,12 @@ def _is_loss(result: Any) -> bool:
 
 
 def _with_gradients(
-    fun: Callable[..., Any], argnums: int | Sequence[int]
+    fun: Callable[..., Any], argnums: int | Sequence[int], names: list[str]
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The function that returns the results of `fun`, and its scaled gradients."""
+    """The function that returns scaled gradients of `fun`, and its results.
+
+    It writes the names of the gradients into a list.
+    """
 
     def loss_and_results(*args: Any) -> tuple[Any, PyTree]:
         results = fun(*args)
@@ -182,7 +218,9 @@ def _with_gradients(
             loss_and_results, state, argnums, has_aux=True
         )
         (_, results), grads = transformed(*args)
-        return results, grads
+        found = floating_leaves(grads)
+        names[:] = found
+        return list(found.values()), results
 
     return value_and_grad
 

@@ -86,8 +86,11 @@ optax_to_numpyro(transformation)
     ols.diagnostics: """
 exponent_histogram(tree, *, min_exponent=-40, max_exponent=20)
 first_nonfinite(operations)
+gradient_errors(fun, *args, dtype=float16, level='O1', loss_scale=1.0, argnums=0, \
+reference=None)
 headroom_bits(tree, *, scale=1.0, dtype=float16)
 nonfinite_report(tree)
+print_gradient_errors(errors, *, limit=20, file=None)
 print_nonfinite_report(tree, *, file=None)
 print_operation_report(operations, *, limit=20, file=None)
 suggest_init_scale(tree, *, dtype=float16, margin_bits=2.0)
@@ -111,6 +114,7 @@ FIELDS = {
     ols.diagnostics.Operation: "primitive where scope is_backward dtype shape largest "
     "float32_largest nonfinite made_nonfinite cause underflow headroom_bits "
     "unscaled_headroom_bits error loop iteration order=None",
+    ols.diagnostics.GradientError: "relative_error flushed nonfinite norm size",
     ols.diagnostics.ExponentHistogram: "exponents counts zero_count nonfinite_count",
 }
 EXPECTED = {
