@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching
@@ -40,7 +41,7 @@ def _jvp(
     primals: Arrays, tangents: Sequence[Tangent], *, product: Product
 ) -> tuple[jax.Array, Tangent]:
     """The copies in the low dtype are what is saved for the backward pass."""
-    x, y, *rest = (to_low(operand, product.low) for operand in primals)
+    x, y, *rest = (_low_copy(operand, product.low) for operand in primals)
     bind_product = functools.partial(low_product_p.bind, product=product)
     result, (dx, dy, *_) = bind_product(x, y, *rest), tangents
     pairs = [(pair, t) for pair, t in (((dx, y), dx), ((x, dy), dy))]
@@ -48,6 +49,16 @@ def _jvp(
     if not terms:
         return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     return result, functools.reduce(lax.add, terms)
+
+
+def _low_copy(operand: jax.Array, low: jnp.dtype) -> jax.Array:
+    """The operand as it is saved: rounded, unless it is weakly typed.
+
+    JAX gives the gradient of a cast the weak type of what was cast. So a second
+    derivative, which goes through this copy, would be weakly typed where that of a
+    product is not. The operand itself gives the same numbers.
+    """
+    return operand if jax.typeof(operand).weak_type else to_low(operand, low)
 
 
 def _transpose(

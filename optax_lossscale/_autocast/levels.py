@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale._ground.nnx import flax_nnx
 from optax_lossscale._ground.normalization import in_normalization
 from optax_lossscale._ground.tree import path_name
@@ -79,16 +80,22 @@ class Settings(NamedTuple):
           scopes: Those of all products.
           equations: All products, and the equations that hold them.
         """
+        scopes = set(scopes)
         paths = {path[: i + 1] for path in scopes for i in range(len(path))}
         names = {"/".join(path) + "/" for path in paths}
         lines = {*map(_line_of, equations)} if self._has_lines else set()
+        if names:
+            known = f"The scopes with products are {', '.join(sorted(names))}."
+        elif scopes:
+            known = "Its products are in no scope, so name their lines."
+        else:
+            known = "The function has no products."
         for name in self.high:
             if name not in names | lines:
                 raise ValueError(
                     "`high` must hold scopes or lines of matrix products or "
                     "convolutions, because nothing else runs low, got "
-                    f"{name.strip('/')!r}.{_did_you_mean(name, names)} The scopes with "
-                    f"products are {', '.join(sorted(names)) or 'none'}. "
+                    f"{name.strip('/')!r}.{_did_you_mean(name, names)} {known} "
                     "(`autocast_report` prints all products with their lines.)"
                 )
 
@@ -114,10 +121,12 @@ def make_settings(
 
 
 def _floating_dtype(dtype: DTypeLike) -> jnp.dtype:
-    hint = f" (Did you mean `level={dtype!r}`?)" if str(dtype) in LEVELS else ""
-    if dtype is None or hint or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`dtype` must be a floating dtype, got {dtype!r}.{hint}")
-    return jnp.dtype(dtype)
+    if str(dtype) in LEVELS:
+        raise TypeError(
+            f"`dtype` must be a floating dtype, got {dtype!r}. (Did you mean "
+            f"`level={dtype!r}`?)"
+        )
+    return jnp.dtype(check_float_dtype("dtype", dtype))
 
 
 def _names_from(high: Sequence[str]) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from optax_lossscale._autocast.modules import (
     trace_call,
 )
 from optax_lossscale._autocast.rewrite import evaluate, products_of
+from optax_lossscale._ground.checks import dtype_meant
 from optax_lossscale._ground.types import PyTree
 
 P = ParamSpec("P")
@@ -127,6 +128,8 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
+        if context.value.is_off:
+            return fun(*args, **kwargs)
         if settings.level == "O0":
             _record(None, settings)
             return fun(*args, **kwargs)
@@ -176,17 +179,17 @@ def _widened(
 
 @contextlib.contextmanager
 def _explain_errors(settings: Settings) -> Iterator[None]:
-    """Adds to an error about dtypes what O2 and O3 have to do with it."""
+    """Adds to an error that names the low dtype what O2 and O3 have to do with it."""
     try:
         yield
-    except TypeError as error:
-        if settings.casts_arguments:
+    except (TypeError, ValueError) as error:
+        if settings.casts_arguments and settings.dtype.name in str(error):
             error.add_note(
                 f"`autocast` at level {settings.level} traced the function with "
-                f"{settings.dtype} arguments, so a loop or a branch may mix "
-                f"{settings.dtype} with float32. Cast the first carry (or the result "
-                'of a branch) to one dtype, or use level "O1", which keeps every dtype '
-                "as it is written."
+                f"{settings.dtype} arguments in place of float32. If it mixes the two "
+                "where JAX asks for one dtype (in an operation of `jax.lax`, the carry "
+                "of a loop, the results of branches), cast one of them, or use level "
+                '"O1", which keeps every dtype as it is written.'
             )
         raise
 
@@ -195,7 +198,7 @@ def _check_function(fun: Any) -> None:
     """Refuses what only looks like a function, and says what was meant."""
     hint = ""
     if _is_dtype(fun):
-        name = getattr(fun, "__name__", str(fun))
+        name = dtype_meant(fun) or getattr(fun, "__name__", str(fun))
         hint = f" (Did you mean `autocast(dtype=jnp.{name})`?)"
     elif isinstance(fun, str):
         hint = f" (Did you mean `autocast(level={fun!r})`?)"
@@ -216,5 +219,6 @@ def _is_dtype(value: object) -> bool:
     if isinstance(value, type):
         dtype = getattr(value, "dtype", None)
         return issubclass(value, np.generic) or isinstance(dtype, np.dtype)
-    is_name = isinstance(value, str) and value.startswith(("bfloat", "float"))
-    return is_name or isinstance(value, np.dtype)
+    if isinstance(value, str):
+        return value.startswith("float") or dtype_meant(value) is not None
+    return isinstance(value, np.dtype)

@@ -1,6 +1,7 @@
 """Checks of settings: each raises a clear error as soon as the setting is given."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
@@ -129,10 +130,26 @@ def check_number(name: str, value: float, low: float, high: float = np.inf) -> f
 
 def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """Returns a floating dtype."""
-    # NumPy reads None as float64.
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.")
+    if not _is_floating_dtype(dtype):
+        meant = dtype_meant(dtype)
+        hint = f" (Did you mean {meant}?)" if meant else ""
+        raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.{hint}")
     return dtype
+
+
+def _is_floating_dtype(dtype: jax.typing.DTypeLike) -> bool:
+    if dtype is None:  # NumPy reads it as float64.
+        return False
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # Not a dtype at all.
+        return False
+
+
+def dtype_meant(value: object) -> str | None:
+    """The dtype that a name means elsewhere: "fp16", "bf16", "mixed_float16"."""
+    name = re.search("(?i)(b?)f[a-z]*16$", str(value))
+    return None if name is None else f"{name[1].lower()}float16"
 
 
 def check_positive(name: str, scale: ArrayLike) -> jax.Array:

@@ -6,11 +6,13 @@ and `pre_norm_block` are not. So these names are recognized, after any prefix:
 * a kind and `norm` or `normalization`, such as `LayerNorm`, `layer_norm`, `MyRMSNorm`,
   `input_layernorm`, `BatchNormalization`;
 * between underscores also `norm`, `normalization`, `bn`, `gn` and `ln` alone, such as
-  `norm`, `q_norm`, `conv_bn`; but not norms of vectors, such as `global_norm`.
+  `norm`, `q_norm`, `conv_bn`; but not norms of vectors, such as `global_norm`;
+* in names of classes also `Norm` and `Normalization` alone, such as `GemmaNorm`,
+  `T5Norm`; but not behind another layer or a position, such as `ConvNorm` and
+  `PreNorm`, which are blocks that contain other layers.
 
 Numbers and words that may follow are ignored: `LayerNorm_0`, `BatchNorm2d`, `norm1`,
-`ln_f`, `norm_final`, `ln_scale`. A class such as `PreNorm`, `ConvNorm` or `MyNorm` is
-not recognized, because many such classes are blocks that contain other layers.
+`ln_f`, `norm_final`, `ln_scale`.
 """
 
 import functools
@@ -25,6 +27,9 @@ _KINDS = "batch|group|instance|layer|rms|scale"
 _NORM = r"norm|normali[sz]ation"
 _ALONE = re.compile(rf"(?i){_NORM}|bn|gn|ln")
 _WITH_KIND = re.compile(rf"(?i).*({_KINDS})({_NORM})")
+# The end of a name such as `GemmaNorm`; the group is the word before `Norm`.
+_IN_CLASS = re.compile(r".*?([A-Z]*|[A-Z][a-z]*)\d*[dD]?(?:Norm|Normali[sz]ation)")
+_OF_BLOCKS = re.compile("(?i)pre|post|conv|linear|dense")
 # Words that may follow the name: positions, parameters, and parts of a function.
 _SUFFIXES = re.compile(
     "(?i)pre|post|before|after|first|last|final|in|out|input|output|layer|embedding"
@@ -49,9 +54,15 @@ def _is_layer(name: str) -> bool:
     words = _words(name)
     if not words:
         return False
+    if _WITH_KIND.fullmatch(words[-1]):
+        return True
     if _ALONE.fullmatch(words[-1]):
         return not any(map(_MEASURED.fullmatch, words[-2:-1]))
-    return _WITH_KIND.fullmatch(words[-1]) is not None
+    in_class = _IN_CLASS.fullmatch(words[-1])
+    if in_class is None:
+        return False
+    before = in_class[1]
+    return not (_MEASURED.fullmatch(before) or _OF_BLOCKS.fullmatch(before))
 
 
 def _words(name: str) -> list[str]:

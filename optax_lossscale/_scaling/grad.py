@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -214,6 +215,22 @@ def _value_and_grad(
             transformed = jax.value_and_grad(
                 merged_fun, argnums, has_aux=True, **jax_kwargs
             )
-        return transformed(*trainable, **kwargs)
+        with _explain_integers():
+            return transformed(*trainable, **kwargs)
 
     return value_and_grad
+
+
+@contextlib.contextmanager
+def _explain_integers() -> Iterator[None]:
+    """Says what to do about JAX's error for arguments that have no gradient."""
+    try:
+        yield
+    except TypeError as error:
+        if "grad requires real- or complex-valued inputs" in str(error):
+            error.add_note(
+                "(An argument that is differentiated holds no floating array. Cast "
+                "the parameters to float32, or let `argnums` name the argument that "
+                "holds them.)"
+            )
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -132,7 +133,8 @@ def make_rule(
     """
 
     def init() -> LossScaleState:
-        return first_state(init_scale, first_rule_state())
+        with _sending_constants():
+            return first_state(init_scale, first_rule_state())
 
     def adjust(
         state: LossScaleState,
@@ -254,8 +256,9 @@ def dynamic_loss_scale(
       backoff_factor: Strictly between 0 and 1, dimensionless.
       growth_interval: Finite steps in a row after which the scale grows, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. Scales below 1 are legitimate.
-        To notice divergence, watch `notfinite_count` and not the floor. An
-        `optax.Schedule` of `step_count` is applied at every step, not only at changes.
+        To notice divergence, watch `notfinite_count` and not the floor. A scale that
+        `set_loss_scale` puts below it stays there until it grows. An `optax.Schedule`
+        of `step_count` is applied at every step, not only at changes.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. Where a scheduled
         floor exceeds the cap, the cap wins. With a mean loss the cotangents are about
         `scale / batch size`, so scales up to `65504 * batch size` are usable. If the
@@ -314,6 +317,7 @@ def dynamic_loss_scale(
         Factors(growth_factor, backoff_factor),
         bounds,
         are_scheduled=callable(min_scale) or callable(max_scale),
+        lifts_to_floor=False,
     )
 
 
@@ -402,8 +406,13 @@ def classic_rule(
     bounds: _Bounds = _UNBOUNDED,
     *,
     are_scheduled: bool = False,
+    lifts_to_floor: bool = True,
 ) -> LossScale:
-    """The rule of `dynamic_loss_scale`, from settings that are checked."""
+    """The rule of `dynamic_loss_scale`, from settings that are checked.
+
+    In other systems a backoff lifts any scale below the floor to it. Otherwise it lifts
+    only the first one, and keeps one that `set_loss_scale` has put lower.
+    """
 
     def change(
         state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
@@ -411,7 +420,11 @@ def classic_rule(
         del grads_max
         grows, backs_off, counts = counting.advance(state.rule_state, finite)
         low, high = bounds(state.step_count)
-        s = factors.resize(state.loss_scale, grows, backs_off, low, high)
+        s = state.loss_scale
+        floor = low
+        if not lifts_to_floor:
+            floor = jnp.where(s < jnp.minimum(low, init_scale), s, low)
+        s = factors.resize(s, grows, backs_off, floor, high)
         return jnp.clip(s, low, high) if are_scheduled else s, counts
 
     return make_rule(init_scale, counting.first, change)
@@ -574,14 +587,22 @@ def _count_step(state: LossScaleState, finite: jax.Array) -> LossScaleState:
 
 def first_state(init_scale: ArrayLike, rule_state: PyTree) -> LossScaleState:
     """The state before the first step."""
-    return LossScaleState(
-        loss_scale=jnp.asarray(init_scale, jnp.float32),
-        last_finite=jnp.asarray(True),
-        notfinite_count=jnp.zeros((), jnp.int32),
-        total_notfinite=jnp.zeros((), jnp.int32),
-        step_count=jnp.zeros((), jnp.int32),
-        rule_state=rule_state,
-    )
+    with _sending_constants():
+        return LossScaleState(
+            loss_scale=jnp.asarray(init_scale, jnp.float32),
+            last_finite=jnp.asarray(True),
+            notfinite_count=jnp.zeros((), jnp.int32),
+            total_notfinite=jnp.zeros((), jnp.int32),
+            step_count=jnp.zeros((), jnp.int32),
+            rule_state=rule_state,
+        )
+
+
+def _sending_constants() -> contextlib.AbstractContextManager[None]:
+    """A first state holds numbers of Python, which a transfer guard would refuse."""
+    allowed: contextlib.AbstractContextManager[None]
+    allowed = jax.transfer_guard_host_to_device("allow")
+    return allowed
 
 
 _NO_LOSS_SCALE = with_settings(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -126,7 +128,14 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
     """
     state = with_arrays(find_loss_scale_state(tree))
     is_unscaled = isinstance(state.rule_state, Unscaled)
-    return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
+    return _ones_like(state.loss_scale) if is_unscaled else state.loss_scale
+
+
+# Jitted, because outside `jit` the one would be sent to the device, which
+# `jax_transfer_guard="disallow"` refuses.
+@functools.partial(jax.jit, inline=True)
+def _ones_like(array: jax.Array) -> jax.Array:
+    return jnp.ones_like(array)
 
 
 def set_loss_scale(
@@ -136,8 +145,13 @@ def set_loss_scale(
 
         get_loss_scale(set_loss_scale(tree, value)) = value
 
-    The rule continues from the new scale with its present counters. The tree is not
-    changed in place, so use the result; for an `nnx.Optimizer`,
+    The rule continues from the new scale with its present counters. The scale may be
+    outside the bounds of `dynamic_loss_scale`: below the floor an overflow keeps it,
+    and from above the cap the next growth takes it down to the cap. The rules in
+    `presets` do as their systems do, most of which raise it to the floor, and
+    `headroom_loss_scale` computes each scale anew, within its bounds.
+
+    The tree is not changed in place, so use the result; for an `nnx.Optimizer`,
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
 
     Args:

@@ -42,8 +42,9 @@ def loss_scale_metrics(
         skip_rate = total_notfinite / step_count    (0 before the first step)
         grad_norm = norm(unscale(grads, tree))      (if `grads` are given)
 
-    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure
-    and never waits for the device. For JSON, turn the arrays into numbers:
+    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure,
+    and neither waits for the device nor sends it anything, so a transfer guard lets it
+    pass. For JSON, turn the arrays into numbers:
     `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`. (Python writes a norm
     that is not finite as `NaN` or `Infinity`, which strict parsers refuse.)
 
@@ -80,19 +81,29 @@ def loss_scale_metrics(
       Array(5., dtype=float32)
     """
     state = with_arrays(find_loss_scale_state(tree))
-    steps = jnp.maximum(state.step_count, 1).astype(jnp.float32)
     metrics = {
         "loss_scale": get_loss_scale(state),
         "last_finite": state.last_finite,
         "notfinite_count": state.notfinite_count,
         "total_notfinite": state.total_notfinite,
-        "skip_rate": state.total_notfinite.astype(jnp.float32) / steps,
+        "skip_rate": _skip_rate(state.total_notfinite, state.step_count),
     }
     if grads is not None:
         leaves = jax.tree.leaves(unscale(grads, state))
-        floating = [leaf for leaf in leaves if is_floating(leaf)]
-        metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating))
+        metrics["grad_norm"] = _norm([leaf for leaf in leaves if is_floating(leaf)])
     return metrics
+
+
+# Jitted, because outside `jit` each number in them would be sent to the device, which
+# `jax_transfer_guard="disallow"` refuses.
+@functools.partial(jax.jit, inline=True)
+def _skip_rate(skipped: jax.Array, steps: jax.Array) -> jax.Array:
+    return skipped.astype(jnp.float32) / jnp.maximum(steps, 1).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, inline=True)
+def _norm(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.asarray(optax.tree.norm(leaves))
 
 
 def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
@@ -138,8 +149,10 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
     check_concrete(
         "tree", state, "Call `raise_if_stalled` on the state that the step returns."
     )
-    consecutive = int(np.max(state.notfinite_count))
-    loss_scale = float(np.min(get_loss_scale(state)))
+    # Explicitly, because `jax_transfer_guard="disallow"` refuses any other transfer.
+    scale = get_loss_scale(state)
+    scale, state = jax.device_get((scale, state._replace(rule_state=())))
+    consecutive, loss_scale = int(np.max(state.notfinite_count)), float(np.min(scale))
     skipped, steps = int(np.max(state.total_notfinite)), int(np.max(state.step_count))
     if consecutive >= max_consecutive:
         raise LossScaleStalledError(

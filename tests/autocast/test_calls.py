@@ -32,6 +32,11 @@ from optax_lossscale._ground.tree import are_same
         ({"level": "02"}, ValueError, r"one of O0, O1, O2, O3.*Did you mean 'O2'\?"),
         ({"level": "o1"}, ValueError, r"Did you mean 'O1'\?"),
         ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
+        ({"dtype": None}, TypeError, "must be a floating dtype, got None"),
+        ({"dtype": 16}, TypeError, "must be a floating dtype, got 16"),
+        ({"dtype": "fp16"}, TypeError, r"got 'fp16'\. \(Did you mean float16\?\)"),
+        ({"dtype": "bf16"}, TypeError, r"\(Did you mean bfloat16\?\)"),
+        ({"dtype": "mixed_float16"}, TypeError, r"\(Did you mean float16\?\)"),
         ({"dtype": jnp.float32}, ValueError, r"32. \(Did you mean float16\?\)$"),
         *(
             ({"dtype": dtype}, ValueError, "`dtype` must be float16 or bfloat16, got")
@@ -52,6 +57,8 @@ def test_bad_settings_are_refused_before_the_first_call(make, settings, error, t
     [
         *((dtype, "dtype=jnp.bfloat16") for dtype in ("bfloat16", jnp.bfloat16)),
         *((dtype, "dtype=jnp.float16") for dtype in (np.float16, np.dtype("float16"))),
+        ("fp16", "dtype=jnp.float16"),
+        ("bf16", "dtype=jnp.bfloat16"),
         ("O2", "level='O2'"),
         *((kind, "Decorate a method of the class") for kind in (nn.Dense, float)),
         (X, "`fun` must be a function"),

@@ -182,16 +182,40 @@ def with_branch(x):
     return lax.cond(True, lambda: x, lambda: jnp.zeros((3, 4)))
 
 
+def with_convolution(x):
+    return lax.conv_general_dilated(x[None], jnp.ones((1, 3, 1)), (1,), "SAME")
+
+
+def with_sum(x):
+    return x + jnp.ones((3, 4))  # The tests run under strict promotion of dtypes.
+
+
 @both
-@pytest.mark.parametrize("fun", [with_carry, with_branch])
-def test_an_error_about_a_carry_or_a_branch_says_what_the_level_did(fun, cast):
+@pytest.mark.parametrize("fun", [with_carry, with_branch, with_convolution, with_sum])
+def test_an_error_that_names_the_low_dtype_says_what_the_level_did(fun, cast):
     assert_close(ols.autocast(fun)(X), fun(X))
-    with pytest.raises(TypeError, match="type") as error:
+    with pytest.raises((TypeError, ValueError), match="type") as error:
         cast(fun)(X)
     (note,) = notes_of(error.value)
     level = cast.keywords["level"]
     assert f"at level {level} traced the function with float16 arguments" in note
+    assert "in an operation of `jax.lax`, the carry of a loop, the results of" in note
     assert 'use level "O1"' in note
+
+
+@both
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        (lambda x: x @ x, "contracting dimensions"),
+        (lambda x: x + None, "unsupported operand"),
+        (lambda: 0, "positional argument"),
+    ],
+)
+def test_an_error_that_is_not_about_the_low_dtype_has_no_note(fun, message, cast):
+    with pytest.raises(TypeError, match=message) as error:
+        cast(fun)(X)
+    assert notes_of(error.value) == []
 
 
 def test_an_error_at_o1_has_no_note():

@@ -174,6 +174,14 @@ def test_a_scope_without_products_in_high_is_refused_with_the_nearest(name, mess
         ols.autocast(two_layers, high=[name])(W, X)
 
 
+def test_a_name_in_high_is_refused_also_where_no_scope_has_products():
+    with pytest.raises(ValueError, match=r"got 'Net'\. The function has no products\."):
+        ols.autocast(jnp.sin, high=["Net"])(X)
+    message = r"got 'Net'\. Its products are in no scope, so name their lines\."
+    with pytest.raises(ValueError, match=message):
+        ols.autocast(jnp.dot, high=["Net"])(X, W)
+
+
 # --- The report -------------------------------------------------------------------
 
 

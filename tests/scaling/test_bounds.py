@@ -46,6 +46,26 @@ def test_the_cap_can_be_a_schedule_of_optax(make):
         assert scales_after(rule, [2.0**-20] * 4) == [2.0**10] * 2 + [2.0**5] * 2
 
 
+@pytest.mark.parametrize("backoff_factor", [0.5, 1 / 3])
+def test_an_overflow_never_raises_a_scale_that_was_set_below_the_floor(backoff_factor):
+    rule = ols.dynamic_loss_scale(
+        8.0, min_scale=2.0, growth_interval=2, backoff_factor=backoff_factor
+    )
+    state, scales = ols.set_loss_scale(rule.init(), 2.0**-30), []
+    for finite in (False, False, True, True, False):
+        state = rule.adjust(state, finite)
+        scales.append(float(state.loss_scale))
+    assert scales == [2.0**-30] * 3 + [2.0**-29] * 2
+    state = rule.adjust(ols.set_loss_scale(state, 3.0), False)
+    assert state.loss_scale == 2.0  # From above the floor it backs off to the floor.
+
+
+@pytest.mark.parametrize("make", [ols.dynamic_loss_scale, ols.presets.jmp])
+def test_a_first_scale_below_the_floor_backs_off_to_it_as_in_jmp(make):
+    floor = "min_scale" if make is ols.dynamic_loss_scale else "min_loss_scale"
+    assert scales_after(make(8.0, **{floor: 16.0}), [INF] * 2) == [16.0] * 2
+
+
 def test_bounds_of_the_headroom_rule_are_rounded_inward_to_powers_of_two():
     rule = ols.headroom_loss_scale(2.0**15, min_scale=3.0, max_scale=1000.0)
     trace = scales_after(rule, [2.0**-20] + [2.0**30] + [INF] * 20)

@@ -57,9 +57,11 @@ def test_in_equinox_and_nnx_normalization_is_recognized_by_its_class():
 KEPT = """
 transformer/~/layer_norm_1 resnet/~/initial_batchnorm input_layernorm norm1 bn2 ln_f
 normalization LayerNorm2d_0 ln_pre norm_layer layernorm_before conv_bn1 q_norm
+col_norm GemmaNorm_0 T5Norm MyNorm_1 QKNorm ln/BatchNormalization MyNormalization_0
 """
 CAST = """
 PreNorm_0 ConvNorm_0 BNReLU_0 NormalizedMLP_0 lng abnormal normal bnb linear
+Conv2dNorm_0 MyPostNorm SpectralNorm_0 L2Norm GlobalNorm NormBlock_0 Normalizer_0
 """
 
 
@@ -70,6 +72,16 @@ def test_normalization_is_recognized_by_the_names_of_parameters(paths, expected)
     params = {path: np.ones(1, np.float32) for path in paths.split()}
     half = ols.cast_params({path: {"w": w} for path, w in params.items()})
     assert [path for path in half if half[path]["w"].dtype != expected] == []
+
+
+class GemmaNorm(eqx.Module):
+    weight: jax.Array
+
+
+def test_a_norm_of_ones_own_is_recognized_by_its_class():
+    model = [GemmaNorm(jnp.ones(2)), eqx.nn.Linear(2, 2, key=jax.random.key(0))]
+    norm, linear = ols.cast_params(model)
+    assert (norm.weight.dtype, linear.weight.dtype) == (jnp.float32, jnp.float16)
 
 
 def test_keep_is_called_with_path_and_leaf():

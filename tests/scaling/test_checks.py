@@ -60,7 +60,7 @@ DTYPE_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.int8])
+@pytest.mark.parametrize("dtype", [None, jnp.int8, "fp16"])
 @pytest.mark.parametrize("name", DTYPE_SETTINGS)
 def test_only_a_floating_dtype_is_taken_and_none_is_not_read_as_float64(name, dtype):
     with pytest.raises(TypeError, match="`dtype` must be a floating dtype, got "):

@@ -379,8 +379,11 @@ def test_python_numbers_alone_are_differentiated_as_by_jax():
 
 
 def test_an_argument_without_anything_to_differentiate_raises_the_error_of_jax():
-    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+    with pytest.raises(
+        TypeError, match="grad requires real- or complex-valued inputs"
+    ) as error:
         ols.scaled_grad(lambda tokens: jnp.sum(tokens), STATE)(jnp.arange(3))
+    assert "let `argnums` name the argument that holds them" in error.value.__notes__[0]
 
 
 def test_a_variable_or_module_that_an_argument_holds_twice_stays_one():
