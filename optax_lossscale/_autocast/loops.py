@@ -1,10 +1,12 @@
 """What is saved for the backward pass: in loops, and by `jax.checkpoint`.
 
 JAX stacks what the body of a scan saves, in the dtype that it has. Products are low;
-the rest is float32. So the body saves its products and what takes long to compute, and
-computes the cheap operations again.
+the rest is float32. So the body may save its products and what takes long to compute,
+and compute the cheap operations again. It does so if that saves fewer bytes.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ from optax_lossscale._programs.jax_internals import (
 )
 from optax_lossscale._programs.jaxprs import (
     Program,
+    aval_of,
+    bind,
     consts_of,
     equations_of,
     jaxpr_of,
@@ -82,6 +86,46 @@ def _save_all_but_cheap(primitive: core.Primitive, *_: Any, **__: Any) -> bool:
     return primitive not in _CHEAP
 
 
+def body_that_saves_less(loop: core.JaxprEqn, low_body: Program) -> Program:
+    """The low body of a scan, as it is or in a `jax.checkpoint`.
+
+    JAX says what the gradient of the whole scan saves. To compute operations again
+    takes time, so it has to save a tenth at least. If JAX cannot say, because sizes are
+    unknown, or the scan is in a `jax.shard_map` that `autocast` is around, or it has no
+    gradient, the body is in the checkpoint.
+    """
+    if not can_recompute(loop.params["jaxpr"], low_body):
+        return low_body
+    recomputed = recompute_in_backward_pass(low_body)
+    sizes = [n for x in loop.invars for n in getattr(x.aval, "shape", ())]
+    if not all(isinstance(size, int) for size in (*sizes, loop.params["length"])):
+        return recomputed
+    try:
+        before, after = (_saved_bytes(loop, body) for body in (low_body, recomputed))
+    except Exception:  # Whatever JAX or a rule of the user raises.
+        return recomputed
+    return recomputed if after < 0.9 * before else low_body
+
+
+def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
+    """How many bytes the gradient of a scan with this body stacks, by its residuals."""
+
+    def residuals(*inputs: jax.Array) -> list[jax.Array]:
+        def run(*inputs: jax.Array) -> Sequence[jax.Array]:
+            return bind(loop.primitive, inputs, {**loop.params, "jaxpr": body})
+
+        return jax.tree.leaves(jax.vjp(run, *inputs)[1])
+
+    program = jax.make_jaxpr(residuals)(*map(aval_of, loop.invars)).jaxpr
+    saved = {x for x in program.outvars if isinstance(x, core.Var)}
+    # An input that is saved is there anyway.
+    avals = [aval_of(x) for x in saved.difference(program.invars)]
+    length = loop.params["length"]
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in avals if x.shape[:1] == (length,)
+    )
+
+
 def can_recompute(body: Program, low_body: Program) -> bool:
     """Whether the body of a loop has low products, and may be computed again.
 
@@ -108,6 +152,8 @@ def recompute_in_backward_pass(body: Program) -> Program:
         lambda x: x, prevent_cse=False, policy=_save_all_but_cheap
     )
     (equation,) = jax.make_jaxpr(checkpoint)(0.0).eqns
+    if equation.primitive is not remat_p:  # With `jax_remat3` no scan can hold it.
+        return body
     jaxpr = jaxpr_of(body)
     inputs, results = (
         [core.Var(atom.aval) for atom in atoms]

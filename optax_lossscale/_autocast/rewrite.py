@@ -10,6 +10,7 @@ dtypes stay, and no kind of control flow needs a rule of its own.
 
 import concurrent.futures
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from jax.extend.core import primitives
 from optax_lossscale._autocast.context import traced_for
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.lookups import wide_lookup
-from optax_lossscale._autocast.loops import can_recompute, recompute_in_backward_pass
+from optax_lossscale._autocast.loops import body_that_saves_less
 from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.modules import Traced, trace
 from optax_lossscale._autocast.products import (
@@ -37,8 +38,11 @@ from optax_lossscale._ground.tree import are_same
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._programs.jax_internals import (
     BACKWARD_RULE,
+    BATCHING_RULE,
     KERNELS,
     TRACED_RULES,
+    TRANSPOSE_RULE,
+    is_closed_call,
     pvary_p,
     with_changed_result,
 )
@@ -47,11 +51,14 @@ from optax_lossscale._programs.jaxprs import (
     Program,
     aval_of,
     bind,
+    equations_of,
+    hidden_programs_of,
     jaxpr_of,
     programs_of,
     read,
     scope_of,
     with_equations,
+    with_parts,
     with_programs,
 )
 
@@ -74,20 +81,22 @@ def evaluate(traced: Traced, settings: Settings) -> list[jax.Array]:
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
 
-def rewrite(program: Program, settings: Settings, *, is_loop: bool = False) -> Program:
+def rewrite(
+    program: Program, settings: Settings, *, loop: core.JaxprEqn | None = None
+) -> Program:
     """The program with low products; the very same object if it holds none.
 
     Args:
       program: A `Jaxpr` or a `ClosedJaxpr`.
       settings: How to rewrite it.
-      is_loop: Whether it is the body of a scan, which may save less.
+      loop: The scan whose body it is, which may save less.
     """
     known = _REWRITTEN.setdefault(program, {})
-    key = settings, is_loop
+    key = settings, loop is not None
     if key not in known:
         low = _rewritten(program, settings)
-        if is_loop and settings.recompute and can_recompute(program, low):
-            low = recompute_in_backward_pass(low)
+        if loop is not None and settings.recompute:
+            low = body_that_saves_less(loop, low)
         known.setdefault(key, None if low is program else low)
     return program if known[key] is None else known[key]
 
@@ -113,10 +122,11 @@ def _equations_for(
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
         params = {
-            name: _rewritten_param(equation.primitive, name, param, settings)
+            name: _rewritten_param(equation, name, param, settings)
             for name, param in equation.params.items()
         }
         if are_same([*params.values()], [*equation.params.values()]):
+            _warn_of_hidden_products(equation)
             return [equation]
         return [equation.replace(params=params)]
     if reason_to_keep(equation, jaxpr, settings.dtype) is not None:
@@ -135,15 +145,34 @@ def _equations_for(
     ]
 
 
+def _warn_of_hidden_products(equation: core.JaxprEqn) -> None:
+    """Warns of products in a call that JAX keeps closed, and that holds no program."""
+    for program in hidden_programs_of(equation):
+        if any(each.primitive in PRODUCTS for each in equations_of(program)):
+            names = {type(each).__name__ for each in equation.params.values()}
+            warnings.warn(
+                f"`autocast` cannot look into {', '.join(sorted(names))}, so its "
+                "products stay as they are written. (`autocast_report` lists them.)",
+                stacklevel=2,
+            )
+
+
 def _rewritten_param(
-    primitive: core.Primitive, name: str, param: Any, settings: Settings
+    equation: core.JaxprEqn, name: str, param: Any, settings: Settings
 ) -> Any:
     """A parameter of an equation, with the programs that it holds rewritten."""
     if name in TRACED_RULES or name == BACKWARD_RULE:
-        change = _low_traced_rule if name in TRACED_RULES else _low_backward_rule
+        change = _low_traced_rule if name in TRACED_RULES else _low_rule
         return with_changed_result(param, functools.partial(change, settings))
-    is_loop = primitive is primitives.scan_p
-    return with_programs(param, lambda x: rewrite(x, settings, is_loop=is_loop))
+    if name == TRANSPOSE_RULE:
+        return _low_traced_rule(settings, param)
+    if name == BATCHING_RULE and callable(param):
+        return _low_rule(settings, param)
+    if is_closed_call(param):
+        low_rule = functools.partial(_low_rule, settings)
+        return with_parts(param, lambda x: rewrite(x, settings), low_rule)
+    loop = equation if equation.primitive is primitives.scan_p else None
+    return with_programs(param, lambda x: rewrite(x, settings, loop=loop))
 
 
 def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
@@ -157,13 +186,14 @@ def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     return low_rule
 
 
-def _low_backward_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
-    """The backward rule of a `jax.custom_vjp`, which is traced when it is called.
+def _low_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
+    """A rule that is traced when it is called, such as the backward rule of a function.
 
     It may compute the forward pass again, as in Equinox's checkpointed loops, and then
     needs the same numbers. So its products are rounded like those of that pass.
     """
 
+    @functools.wraps(rule)
     def low_rule(*args: Any) -> PyTree:
         with traced_for(settings.dtype):
             traced = trace(rule, *args)
@@ -215,6 +245,9 @@ def products_of(
         inside = settings.inside(equation), inner_scope, inner_reason
         for program in programs_of(equation):
             yield from products_of(program, *inside, (*calls, equation))
+        hidden = settings, inner_scope, inner_reason or "not looked into"
+        for program in hidden_programs_of(equation):
+            yield from products_of(program, *hidden, (*calls, equation))
 
 
 def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | None:

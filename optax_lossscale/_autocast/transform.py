@@ -73,9 +73,9 @@ def autocast(
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
     * *Gradients* of float32 operands are float32 sums, so nothing is lost in them.
       Small float16 cotangents become zero: use `loss_scaled`.
-    * *Loops.* The body of a `lax.scan` saves its products, which are low, and what
-      takes long to compute. Elementwise operations are computed again in the backward
-      pass.
+    * *Loops.* If that saves memory, the body of a `lax.scan` saves only its products,
+      which are low, and what takes long to compute, and computes elementwise operations
+      again in the backward pass.
     * *Levels.* O0 is `fun` itself. O2 and O3 also trace `fun` with its float32
       arguments cast to `dtype`, so that activations, sums and gradients are low, as in
       a model cast by hand; float16 results become float32. Running statistics are not

@@ -7,6 +7,7 @@ of primitives are read where they are used: of a jitted call in
 changed in `_autocast/modules.py`.
 """
 
+import copy
 import functools
 import importlib
 import sys
@@ -56,10 +57,18 @@ NEWER_ELEMENTWISE = [
 # JAX's; importing Pallas for its primitives would take long.
 KERNELS = ("pallas_call", "core_map", "mpmd_map")
 
+# Calls that JAX keeps closed: an object holds the program and the rules of a call. Of
+# its functions, these two are asked, or given what they change.
+NO_RULES = ("policy", "bwd_accums")
+
 # `custom_jvp_call` and `custom_vjp_call` hold functions that trace their rules. The
 # first two return a jaxpr and more; the last is the backward rule itself.
 TRACED_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
 BACKWARD_RULE = "bwd"
+# `linear_call` and `custom_vmap_call` hold plain functions: the first returns a program
+# and more, the second is the rule for batches itself.
+TRANSPOSE_RULE = "transpose_thunk"
+BATCHING_RULE = "rule"
 
 
 def with_changed_result(
@@ -68,6 +77,28 @@ def with_changed_result(
     """A rule that computes what `change(rule)` does, of the same internal class."""
     changed = functools.wraps(rule.call_wrapped)(change(rule.call_wrapped))
     return linear_util.wrap_init(changed, debug_info=rule.debug_info)
+
+
+def is_closed_call(parameter: Any) -> bool:
+    """Whether a parameter of an equation is a call that JAX keeps closed.
+
+    JAX 0.7 has none. Later versions have them for what they will change in future, and
+    JAX 0.12 for `jax.lax.custom_root`.
+    """
+    return hasattr(type(parameter), "expand") and hasattr(parameter, "in_avals_flat")
+
+
+def is_traced_call(parameter: Any) -> bool:
+    """Whether a parameter is what `jax.jit(fun).trace(...)` returns."""
+    return isinstance(parameter, jax.stages.Traced)
+
+
+def with_attributes(call: Any, **attributes: Any) -> Any:
+    """A copy of a closed call or of a traced one with other attributes."""
+    changed = copy.copy(call)
+    for name, value in attributes.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def register_nan_check(primitive: core.Primitive) -> None:

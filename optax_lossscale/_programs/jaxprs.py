@@ -13,7 +13,15 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from optax_lossscale._ground.tree import are_same
-from optax_lossscale._programs.jax_internals import frames_of, is_scope, line_of
+from optax_lossscale._programs.jax_internals import (
+    NO_RULES,
+    frames_of,
+    is_closed_call,
+    is_scope,
+    is_traced_call,
+    line_of,
+    with_attributes,
+)
 
 # An input of an equation.
 Atom: TypeAlias = core.Var | core.Literal
@@ -162,6 +170,8 @@ def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
 
 def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
     """A parameter of an equation with changed programs; itself if none changes."""
+    if is_closed_call(parameter):
+        return with_parts(parameter, change)
     programs = _programs_in(parameter)
     changed = [*map(change, programs)]
     if are_same(programs, changed):
@@ -170,12 +180,60 @@ def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
     return jax.tree.map(lambda _: next(new), parameter)
 
 
+def with_parts(
+    call: Any,
+    change_program: Callable[[Program], Program],
+    change_rule: Callable[[Any], Any] = lambda rule: rule,
+) -> Any:
+    """A call that JAX keeps closed, with changed programs and rules.
+
+    Itself if none changes.
+    """
+
+    def change(name: str, part: Any) -> Any:
+        if is_closed_call(part):
+            return with_parts(part, change_program, change_rule)
+        if is_traced_call(part):
+            program = change_program(part.jaxpr)
+            params = {**part._params, "jaxpr": program}
+            changed = with_attributes(part, _params=params, _lojax=None)
+            return part if program is part.jaxpr else changed
+        if isinstance(part, tuple | list) and part and all(map(callable, part)):
+            return type(part)(change_rule(rule) for rule in part)
+        if _is_rule(name, part):
+            return change_rule(part)
+        return with_programs(part, change_program)
+
+    params = {name: change(name, part) for name, part in call.params.items()}
+    if are_same([*params.values()], [*call.params.values()]):
+        return call
+    return with_attributes(call, params=params, **params)
+
+
+def _is_rule(name: str, part: Any) -> bool:
+    """Whether an attribute of a closed call is a rule that it follows."""
+    is_function = isinstance(part, types.FunctionType | functools.partial)
+    return is_function and name not in NO_RULES
+
+
+def hidden_programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """Yields what closed calls run that hold neither programs nor rules."""
+    for call in filter(is_closed_call, equation.params.values()):
+        has_rules = any(_is_rule(*item) for item in call.params.items())
+        if not (has_rules or _programs_in(call)):
+            yield jax.make_jaxpr(call.expand)(*call.in_avals).jaxpr
+
+
 def _programs_in(parameter: Any) -> list[Program]:
     """The programs in a parameter that is one, or that holds nothing else.
 
     What a library keeps beside settings of its own is its own: Equinox compares such
     programs with copies, which are not in the equation.
     """
+    if is_closed_call(parameter):
+        return [x for part in parameter.params.values() for x in _programs_in(part)]
+    if is_traced_call(parameter):
+        return [parameter.jaxpr]
     is_several = isinstance(parameter, tuple | list)
     programs = [x for x in parameter if x is not None] if is_several else [parameter]
     are_programs = (isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in programs)

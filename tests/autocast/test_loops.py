@@ -106,7 +106,7 @@ DEAR = {
 def test_what_takes_long_to_compute_is_saved_and_not_computed_again(name):
     def loss(ws, x):
         def body(h, w):
-            return jnp.exp(DEAR[name](h @ w)), None
+            return activation(DEAR[name](h @ w)), None
 
         return lax.scan(body, x, ws)[0].sum()
 
@@ -216,3 +216,49 @@ def test_a_policy_can_send_products_to_the_host():
     assert count(jax.grad(fun), W, X)["device_put"] == 4  # To the host and back.
     low, exact = (jax.jit(jax.grad(f))(W, X) for f in (fun, two_layers))
     assert_close(low, exact)
+
+
+# --- Which of both is less --------------------------------------------------------
+
+BODIES = {
+    "relu": lambda x, w: jax.nn.relu(x @ w),
+    "softplus": lambda x, w: jax.nn.softplus(x @ w),
+    "tanh": lambda x, w: jnp.tanh(x @ w),
+    "gelu": lambda x, w: jax.nn.gelu(x @ w),
+    "gated": lambda x, w: jax.nn.silu(x @ w) * (x @ w.T),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_loop_saves_whichever_is_less_and_never_more_than_float32(name):
+    def fun(ws, x):
+        def body(x, w):
+            return x + BODIES[name](x, w), None
+
+        return jnp.sum(lax.scan(body, x, ws)[0])
+
+    ws, x = jnp.ones((16, 16, 16)), jnp.ones((512, 16))
+
+    def temporaries(fun):
+        compiled = jax.jit(jax.grad(fun)).lower(ws, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    written, kept, chosen = map(
+        temporaries, (fun, ols.autocast(fun, recompute=False), ols.autocast(fun))
+    )
+    assert chosen <= 1.05 * min(written, kept)
+    if name in ("relu", "softplus"):
+        assert chosen == kept
+    else:
+        assert chosen < 0.7 * min(written, kept)
+
+
+def test_a_loop_that_cannot_be_differentiated_is_computed_as_before():
+    def body(x, w):
+        return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + x @ w, x), None
+
+    def fun(ws, x):
+        return lax.scan(body, x, ws)[0]
+
+    ws, x = jnp.ones((2, 3, 3)), jnp.ones((4, 3)) / 8
+    assert_close(ols.autocast(fun)(ws, x), fun(ws, x))

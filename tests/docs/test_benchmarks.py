@@ -331,6 +331,13 @@ def test_by_autocast_gradients_cross_devices_in_float32(run_script):
 
 
 @slow
+def test_a_loop_saves_no_more_than_in_float32_whatever_its_layers_are(run_script):
+    for row in run_script("loop_memory")["Bytes an entry"]:
+        name, *others, chosen = row.values()
+        assert float(chosen) <= min(map(float, others)) * 1.02, name
+
+
+@slow
 def test_tracing_and_eager_calls_are_timed_in_every_framework(run_script):
     tables = run_script("autocast_speed", "--layers", "1", "--rounds", "1")
     assert len(tables["Tracing the gradient"]) == 6

@@ -383,7 +383,7 @@ def test_an_argument_without_anything_to_differentiate_raises_the_error_of_jax()
         TypeError, match="grad requires real- or complex-valued inputs"
     ) as error:
         ols.scaled_grad(lambda tokens: jnp.sum(tokens), STATE)(jnp.arange(3))
-    assert "let `argnums` name the argument that holds them" in error.value.__notes__[0]
+    assert any("let `argnums` name" in note for note in error.value.__notes__)
 
 
 def test_a_variable_or_module_that_an_argument_holds_twice_stays_one():
