@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from optax_lossscale._autocast.context import context, traced_for
+from optax_lossscale._autocast.context import context, is_off, traced_for
 from optax_lossscale._autocast.levels import Settings, are_kept, make_settings
 from optax_lossscale._autocast.markers import cast_array
 from optax_lossscale._autocast.modules import (
@@ -128,7 +128,7 @@ def _cast(fun: Any, *, settings: Settings) -> Any:
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        if context.value.is_off:
+        if is_off():
             return fun(*args, **kwargs)
         if settings.level == "O0":
             _record(None, settings)

@@ -100,7 +100,7 @@ def trace_operations(
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> def loss_fn(w, x):
       ...     return jnp.mean(x @ w)
-      >>> w, x = jnp.full((3, 2), 300.0), jnp.full((1, 3), 200.0)
+      >>> w, x = 300 * jnp.ones((3, 2)), 200 * jnp.ones((1, 3))
       >>> for operation in ols.diagnostics.trace_operations(loss_fn, w, x)[:3]:
       ...     print(operation.primitive, operation.dtype, operation.largest)
       convert_element_type float16 200.0
