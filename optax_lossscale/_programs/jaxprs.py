@@ -195,9 +195,13 @@ def with_parts(
             return with_parts(part, change_program, change_rule)
         if is_traced_call(part):
             program = change_program(part.jaxpr)
+            if program is part.jaxpr:
+                return part
             params = {**part._params, "jaxpr": program}
-            changed = with_attributes(part, _params=params, _lojax=None)
-            return part if program is part.jaxpr else changed
+            # What is kept beside it was made from the old program.
+            kept = ("_lojax", "_closure_converted")
+            nothing = {name: None for name in kept if hasattr(part, name)}
+            return with_attributes(part, _params=params, **nothing)
         if isinstance(part, tuple | list) and part and all(map(callable, part)):
             return type(part)(change_rule(rule) for rule in part)
         if _is_rule(name, part):
