@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._ground.bits import keep_rounding
+from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale._ground.normalization import in_normalization
 from optax_lossscale._ground.tree import cast_abstract, dtype_of, path_name
 from optax_lossscale._ground.types import PyTree
@@ -44,6 +45,7 @@ def cast_params(
       The same tree, with every leaf of these dtypes that is not kept cast to `dtype`.
 
     Raises:
+      TypeError: If `dtype` is not a floating dtype.
       ValueError: If `dtype` is not one of the three.
 
     Example:
@@ -56,9 +58,9 @@ def cast_params(
     References:
       `opt_level="O2"` of NVIDIA apex (https://nvidia.github.io/apex/amp.html).
     """
-    if dtype is None or jnp.dtype(dtype) not in _CASTABLE:
-        name = None if dtype is None else jnp.dtype(dtype)
-        raise ValueError(f"`dtype` must be float16, bfloat16 or float32, got {name}.")
+    dtype = jnp.dtype(check_float_dtype("dtype", dtype))
+    if dtype not in _CASTABLE:
+        raise ValueError(f"`dtype` must be float16, bfloat16 or float32, got {dtype}.")
     paths_and_leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     if keep is None:
         kept = in_normalization(params)

@@ -1,5 +1,7 @@
 """`cast_params`: half-precision parameters, and layers that stay in float32."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -114,9 +116,15 @@ def test_parameters_can_be_cast_back_to_float32_and_to_no_other_dtype():
     params = {"w": jnp.float32([1.0, 0.1])}
     back = ols.cast_params(ols.cast_params(params), jnp.float32)
     np.testing.assert_array_equal(back["w"], np.float32(np.float16(params["w"])))
-    for dtype, name in ((jnp.int32, "i"), (None, "None")):
-        message = f"must be float16, bfloat16 or float32, got {name}"
-        with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="float16, bfloat16 or float32, got float64"):
+        ols.cast_params(params, jnp.float64)
+    for dtype, name in (
+        (jnp.int32, "<class 'jax.numpy.int32'>"),
+        (None, "None"),
+        ("fp16", "'fp16'. (Did you mean float16?)"),
+    ):
+        message = re.escape(f"must be a floating dtype, got {name}")
+        with pytest.raises(TypeError, match=message):
             ols.cast_params(params, dtype)
 
 
