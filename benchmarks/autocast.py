@@ -1,7 +1,7 @@
 """Shows what autocast does to models, and to whole training steps on GPU and TPU.
 
-    python benchmarks/autocast.py [--models NAME ...] [--platforms cuda tpu]
-                                  [--json FILE]
+    python benchmarks/autocast.py [--models NAME ...]
+                                  [--platforms v100 cuda tpu] [--json FILE]
 
 The tables of whole steps need the compilers (`pip install libtpu 'jax[cuda12]'`), but
 no GPU and no TPU. With `--platforms` and no name after it they are left out.
@@ -135,8 +135,8 @@ def main() -> None:
         "--platforms",
         nargs="*",
         choices=DEVICE_NAMES,
-        default=["cuda", "tpu"],
-        help="compile steps for these (default: H200 and TPU)",
+        default=["v100", "cuda", "tpu"],
+        help="compile steps for these (default: V100, H200 and TPU)",
     )
     parser.add_argument(
         "--models",

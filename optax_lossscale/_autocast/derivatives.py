@@ -19,6 +19,7 @@ from jax.interpreters import partial_eval as pe
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
+    Factor,
     Product,
     as_written,
     low_product_p,
@@ -29,6 +30,7 @@ from optax_lossscale._ground.types import Arrays
 from optax_lossscale._programs.jax_internals import (
     jet,
     jet_rules,
+    name_p,
     register_nan_check,
 )
 from optax_lossscale._programs.jaxprs import aval_of, bind, read
@@ -41,7 +43,8 @@ def _jvp(
     primals: Arrays, tangents: Sequence[Tangent], *, product: Product
 ) -> tuple[jax.Array, Tangent]:
     """The copies in the low dtype are what is saved for the backward pass."""
-    x, y, *rest = (_low_copy(operand, product.low) for operand in primals)
+    x, y, *rest = primals
+    x, y = map(_low_copy, (x, y), product.factors, (product.low, product.low))
     bind_product = functools.partial(low_product_p.bind, product=product)
     result, (dx, dy, *_) = bind_product(x, y, *rest), tangents
     pairs = [(pair, t) for pair, t in (((dx, y), dx), ((x, dy), dy))]
@@ -51,14 +54,20 @@ def _jvp(
     return result, functools.reduce(lax.add, terms)
 
 
-def _low_copy(operand: jax.Array, low: jnp.dtype) -> jax.Array:
-    """The operand as it is saved: rounded, unless it is weakly typed.
+def _low_copy(x: jax.Array, factor: Factor, low: jnp.dtype) -> jax.Array:
+    """The factor as it is saved: rounded, unless it is weakly typed.
 
     JAX gives the gradient of a cast the weak type of what was cast. So a second
     derivative, which goes through this copy, would be weakly typed where that of a
-    product is not. The operand itself gives the same numbers.
+    product is not. The factor itself gives the same numbers.
+
+    A copy that is the same in each iteration of a loop has a name, so that it is saved
+    where other casts are computed again. JAX then makes it once, before the loop.
     """
-    return operand if jax.typeof(operand).weak_type else to_low(operand, low)
+    if jax.typeof(x).weak_type or x.dtype != FLOAT32:
+        return x
+    copy = to_low(x, low)
+    return name_p.bind(copy, name="low copy") if factor.is_fixed else copy
 
 
 def _transpose(
@@ -66,7 +75,8 @@ def _transpose(
 ) -> list[jax.Array | None]:
     """The gradient for the one factor of which the product is a linear function.
 
-    It has the dtype of that factor, and so is a float32 sum where this is float32.
+    It has the dtype of that factor, and so is a float32 sum where this is float32, but
+    is rounded for an activation.
     """
     gradients: list[jax.Array | None] = [None] * len(operands)
     place = 0 if ad.is_undefined_primal(operands[0]) else 1
@@ -76,8 +86,11 @@ def _transpose(
     others: list[Any] = [x for i, x in enumerate(operands) if i != place]
     avals = map(jax.typeof, (cotangent, *others))
     program = _transposed(product, place, factor, *avals)
-    low = product._replace(out=factor.dtype)
-    gradients[place] = _evaluate_rule(program, low, cotangent, *others)
+    is_rounded = product.factors[place].is_activation and factor.dtype == FLOAT32
+    out = product.low if is_rounded else factor.dtype
+    own = product._replace(out=out, factors=(Factor(), Factor()))
+    gradient = _evaluate_rule(program, own, cotangent, *others)
+    gradients[place] = lax.convert_element_type(gradient, factor.dtype)
     return gradients
 
 
@@ -130,16 +143,25 @@ def _in_float32(aval: Aval) -> Aval:
 def _evaluate_rule(
     program: core.ClosedJaxpr, product: Product, *operands: jax.Array
 ) -> jax.Array:
-    """Evaluates a rule of JAX, with each product in it as low as the given one."""
+    """Evaluates a rule of JAX, with each product in it as low as the given one.
+
+    The rule may swap the factors.
+    """
     values = dict(zip(program.jaxpr.invars, operands, strict=True))
+    factors = dict(zip(program.jaxpr.invars, product.factors, strict=False))
     for equation in program.jaxpr.eqns:
         inputs = [read(atom, values) for atom in equation.invars]
         (result,) = equation.outvars
+        own = tuple(
+            Factor() if isinstance(x, core.Literal) else factors.get(x, Factor())
+            for x in equation.invars[:2]
+        )
         if equation.primitive in PRODUCTS:
-            low = _as_low_as(product, equation)
+            low = _as_low_as(product, equation)._replace(factors=own)
             values[result] = low_product_p.bind(*inputs, product=low)
         else:
             (values[result],) = bind(equation.primitive, inputs, equation.params)
+            factors[result] = own[0]
     # Of empty factors JAX's rule makes zeros, in float32.
     return lax.convert_element_type(read(program.jaxpr.outvars[0], values), product.out)
 

@@ -8,6 +8,10 @@ term nor loses terms. Hardware adds up in float32 anyway, so this costs nothing.
 
     gradient for x = product(gradient, low(y)), in the dtype of x
     gradient for y = product(low(x), gradient), in the dtype of y
+
+If the factor is an activation, its gradient is rounded as the product is. (The next
+product of the backward pass would round it anyway, and until then it has half the
+bytes.)
 """
 
 import functools
@@ -34,6 +38,18 @@ low_product_p = core.Primitive("low_product")
 is_product(low_product_p)
 
 
+class Factor(NamedTuple):
+    """What is known of a factor of a product.
+
+    Attributes:
+      is_activation: Whether it has a derivative by the result of a low product.
+      is_fixed: Whether it is the same in each iteration of the loop around it.
+    """
+
+    is_activation: bool = False
+    is_fixed: bool = False
+
+
 class Product(NamedTuple):
     """What a `low_product` computes; the one parameter of its equations.
 
@@ -43,12 +59,14 @@ class Product(NamedTuple):
         pairs, so that they can be hashed.
       low: The dtype to which float32 operands are rounded, float16 or bfloat16.
       out: The dtype of the result.
+      factors: What is known of the two factors.
     """
 
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
     low: jnp.dtype
     out: jnp.dtype
+    factors: tuple[Factor, ...] = (Factor(), Factor())
 
     def apply(self, *operands: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
         """The product of operands as they are, with a result dtype."""

@@ -22,10 +22,10 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale._autocast.between import with_low_gradients
 from optax_lossscale._autocast.context import traced_for
 from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.lookups import wide_lookup
-from optax_lossscale._autocast.loops import body_that_saves_less
 from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.modules import Traced, trace
 from optax_lossscale._autocast.products import (
@@ -51,6 +51,7 @@ from optax_lossscale._programs.jaxprs import (
     Program,
     aval_of,
     bind,
+    changed_once,
     equations_of,
     hidden_programs_of,
     jaxpr_of,
@@ -67,38 +68,26 @@ _DEFAULT_PRECISIONS = (
     lax.Precision.DEFAULT,
     lax.DotAlgorithmPreset.DEFAULT,
 )
-# For each program and its settings the rewritten one, or None if nothing changes. JAX
-# keeps what it compiled by the identity of a program, so each is rewritten once. If two
-# threads do it at once, both take what the first has made.
 _REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def evaluate(traced: Traced, settings: Settings) -> list[jax.Array]:
     """The results of a traced program, with low products."""
-    program = rewrite(traced.program, settings)
-    results = core.jaxpr_as_fun(program)(*traced.arrays)
+    results = core.jaxpr_as_fun(rewrite(traced.program, settings))(*traced.arrays)
     # Of a literal or a constant JAX returns what it holds, which may be another array.
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
 
-def rewrite(
-    program: Program, settings: Settings, *, loop: core.JaxprEqn | None = None
-) -> Program:
-    """The program with low products; the very same object if it holds none.
+def rewrite(program: Program, settings: Settings) -> Program:
+    """The program with low products, and what is between them."""
+    return with_low_gradients(_with_low_products(program, settings), settings.recompute)
 
-    Args:
-      program: A `Jaxpr` or a `ClosedJaxpr`.
-      settings: How to rewrite it.
-      loop: The scan whose body it is, which may save less.
-    """
-    known = _REWRITTEN.setdefault(program, {})
-    key = settings, loop is not None
-    if key not in known:
-        low = _rewritten(program, settings)
-        if loop is not None and settings.recompute:
-            low = body_that_saves_less(loop, low)
-        known.setdefault(key, None if low is program else low)
-    return program if known[key] is None else known[key]
+
+def _with_low_products(program: Program, settings: Settings) -> Program:
+    """The program with low products; the very same object if it holds none."""
+    return changed_once(
+        _REWRITTEN, program, settings, lambda: _rewritten(program, settings)
+    )
 
 
 def _rewritten(program: Program, settings: Settings) -> Program:
@@ -122,7 +111,7 @@ def _equations_for(
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
         params = {
-            name: _rewritten_param(equation, name, param, settings)
+            name: _rewritten_param(name, param, settings)
             for name, param in equation.params.items()
         }
         if are_same([*params.values()], [*equation.params.values()]):
@@ -157,9 +146,7 @@ def _warn_of_hidden_products(equation: core.JaxprEqn) -> None:
             )
 
 
-def _rewritten_param(
-    equation: core.JaxprEqn, name: str, param: Any, settings: Settings
-) -> Any:
+def _rewritten_param(name: str, param: Any, settings: Settings) -> Any:
     """A parameter of an equation, with the programs that it holds rewritten."""
     if name in TRACED_RULES or name == BACKWARD_RULE:
         change = _low_traced_rule if name in TRACED_RULES else _low_rule
@@ -170,9 +157,8 @@ def _rewritten_param(
         return _low_rule(settings, param)
     if is_closed_call(param):
         low_rule = functools.partial(_low_rule, settings)
-        return with_parts(param, lambda x: rewrite(x, settings), low_rule)
-    loop = equation if equation.primitive is primitives.scan_p else None
-    return with_programs(param, lambda x: rewrite(x, settings, loop=loop))
+        return with_parts(param, lambda x: _with_low_products(x, settings), low_rule)
+    return with_programs(param, lambda x: _with_low_products(x, settings))
 
 
 def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:

@@ -71,8 +71,9 @@ def autocast(
       moves entries, and what `high` or `full_precision` names. `autocast_report` lists
       all products and says why.
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
-    * *Gradients* of float32 operands are float32 sums, so nothing is lost in them.
-      Small float16 cotangents become zero: use `loss_scaled`.
+    * *Gradients* of what depends on the result of a low product are rounded as that
+      result was. Every other one, as that of a parameter, is a float32 sum, so nothing
+      is lost in it. Small float16 cotangents become zero: use `loss_scaled`.
     * *Loops.* If that saves memory, the body of a `lax.scan` saves only its products,
       which are low, and what takes long to compute, and computes elementwise operations
       again in the backward pass.

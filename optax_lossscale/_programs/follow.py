@@ -5,7 +5,7 @@ calls, loops and branches, at every depth.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jax.extend import core
 from jax.extend.core.primitives import cond_p, scan_p, while_p
@@ -23,13 +23,16 @@ Fact = TypeVar("Fact", bound=Hashable)
 
 
 class Rule(Protocol[Fact]):
-    """What is known of the results of one operation.
+    """What is known of the results of one operation."""
 
-    Attributes:
-      nothing: What is known of a value that was computed from nothing of interest.
-    """
+    @property
+    def nothing(self) -> Fact | None:
+        """What is known of a value that was computed from nothing of interest.
 
-    nothing: Fact
+        All that is computed from such values alone is like them. It is None if an
+        operation may be of interest itself.
+        """
+        ...
 
     def of_constant(self, value: Any) -> Fact:
         """What is known of a number or an array that a program holds."""
@@ -46,6 +49,19 @@ class Rule(Protocol[Fact]):
         ...
 
 
+class Inside(NamedTuple, Generic[Fact]):
+    """What is known of the values in an equation that may hold programs.
+
+    Attributes:
+      programs: Its programs, each with what is known of the inputs; none if they are
+        not those of the equation.
+      outputs: What is known of the results of the equation.
+    """
+
+    programs: Sequence[tuple[core.Jaxpr, Sequence[Fact]]]
+    outputs: Sequence[Fact]
+
+
 def follow(program: Program, inputs: Sequence[Fact], rule: Rule[Fact]) -> list[Fact]:
     """What is known of the results of a program, from that of its inputs."""
     jaxpr = jaxpr_of(program)
@@ -59,7 +75,7 @@ def follow(program: Program, inputs: Sequence[Fact], rule: Rule[Fact]) -> list[F
         return known[atom] if atom in known else rule.of_constant(None)
 
     for equation in jaxpr.eqns:
-        outputs = _outputs_of(equation, list(map(read, equation.invars)), rule)
+        outputs = look_into(equation, list(map(read, equation.invars)), rule).outputs
         known.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
 
@@ -101,7 +117,7 @@ def follow_back(
         rest.pop()
         if id(equation) not in outputs:
             inputs = list(map(read, equation.in_tracers))
-            outputs[id(equation)] = _outputs_of(equation, inputs, rule)
+            outputs[id(equation)] = look_into(equation, inputs, rule).outputs
     return list(map(read, arrays))
 
 
@@ -117,41 +133,47 @@ def equations_before(arrays: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _outputs_of(equation: Any, inputs: list[Fact], rule: Rule[Fact]) -> Sequence[Fact]:
-    """What is known of the results of an equation, which may hold programs."""
+def look_into(equation: Any, inputs: Sequence[Fact], rule: Rule[Fact]) -> Inside[Fact]:
+    """What is known of the values in an equation, from what is known of its inputs."""
     params, count = equation.params, len(equation.outvars)
-    if all(fact is rule.nothing for fact in inputs):
-        return [rule.nothing] * count
+    if rule.nothing is not None and all(fact is rule.nothing for fact in inputs):
+        return Inside([], [rule.nothing] * count)
     if equation.primitive is scan_p:
         return _loop(params["jaxpr"], inputs, *scan_counts(params), rule)
     if equation.primitive is while_p:
-        inputs = inputs[params["cond_nconsts"] :]
-        return _loop(params["body_jaxpr"], inputs, params["body_nconsts"], count, rule)
+        tested, fixed = params["cond_nconsts"], params["body_nconsts"]
+        body = _loop(params["body_jaxpr"], inputs[tested:], fixed, count, rule)
+        condition = jaxpr_of(params["cond_jaxpr"]), [*inputs[:tested], *body.outputs]
+        return Inside([condition, *body.programs], body.outputs)
     if equation.primitive is cond_p:
-        branches = [follow(each, inputs[1:], rule) for each in params["branches"]]
-        return [_join_all(facts, rule) for facts in zip(*branches, strict=True)]
+        branches = params["branches"]
+        outputs = [follow(branch, inputs[1:], rule) for branch in branches]
+        return Inside(
+            [(jaxpr_of(branch), inputs[1:]) for branch in branches],
+            [_join_all(facts, rule) for facts in zip(*outputs, strict=True)],
+        )
     programs = list(programs_of(equation))
-    if len(programs) == 1 and len(programs[0].invars) == len(inputs):
-        (program,) = programs
-        if len(program.outvars) == count:
-            return follow(program, inputs, rule)
-    return rule.of_operation(equation, inputs)
+    sizes = [(len(each.invars), len(each.outvars)) for each in programs]
+    if sizes == [(len(inputs), count)]:
+        return Inside([(programs[0], inputs)], follow(programs[0], inputs, rule))
+    return Inside([], rule.of_operation(equation, inputs))
 
 
 def _loop(
-    body: Program, inputs: list[Fact], fixed: int, carried: int, rule: Rule[Fact]
-) -> list[Fact]:
-    """What is known after any number of iterations."""
+    body: Program, inputs: Sequence[Fact], fixed: int, carried: int, rule: Rule[Fact]
+) -> Inside[Fact]:
+    """What is known in and after any number of iterations."""
     consts, carry, rest = (
         inputs[:fixed],
-        inputs[fixed : fixed + carried],
+        [*inputs[fixed : fixed + carried]],
         inputs[fixed + carried :],
     )
     while True:
-        outputs = follow(body, [*consts, *carry, *rest], rule)
+        inside = [*consts, *carry, *rest]
+        outputs = follow(body, inside, rule)
         joined = list(map(rule.join, carry, outputs[:carried]))
         if joined == carry:
-            return [*carry, *outputs[carried:]]
+            return Inside([(jaxpr_of(body), inside)], [*carry, *outputs[carried:]])
         carry = joined
 
 

@@ -5,8 +5,9 @@ import os
 import re
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend import core
@@ -151,6 +152,31 @@ def with_equations(
     if isinstance(program, core.ClosedJaxpr):
         return core.ClosedJaxpr(jaxpr, program.consts)
     return jaxpr
+
+
+def changed_once(
+    known: WeakKeyDictionary[Any, dict[Any, Any]],
+    program: Program,
+    key: Hashable,
+    change: Callable[[], Program],
+) -> Program:
+    """A changed program; of an object and a key always the same.
+
+    JAX keeps what it compiled by the identity of a program. If two threads change one
+    at the same time, both take what the first has made.
+
+    Args:
+      known: What was made before: for each program and key the changed one, or None if
+        nothing changes.
+      program: The program.
+      key: What the change depends on.
+      change: Makes the changed program, or returns the program itself.
+    """
+    of_program = known.setdefault(program, {})
+    if key not in of_program:
+        changed = change()
+        of_program.setdefault(key, None if changed is program else changed)
+    return program if of_program[key] is None else of_program[key]
 
 
 def equations_of(program: Program) -> Iterator[core.JaxprEqn]:

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale._autocast.products import FLOAT32, low_product_p
 from optax_lossscale._ground.types import Arrays
-from optax_lossscale._programs.jax_internals import KERNELS
+from optax_lossscale._programs.jax_internals import KERNELS, name_p
 from optax_lossscale._programs.jaxprs import (
     Atom,
     Program,
@@ -165,6 +165,8 @@ def _reference_of(
     Of a product, these are what autocast has cast to its operands.
     """
     operands, out = list(equation.invars), aval_of(equation.outvars[0])
+    if equation.primitive is name_p and operands[0] in exact:  # As autocast names it.
+        exact[equation.outvars[0]] = exact[operands[0]]
     if equation.primitive is low_product_p:
         apply = functools.partial(equation.params["product"].apply, out=FLOAT32)
         operands = [exact.get(x, x) if isinstance(x, core.Var) else x for x in operands]
