@@ -9,7 +9,8 @@ those that are there. `report` adds the results of the tests, and prints Markdow
 In the tables of whole steps, `time / float32` compares with float32 products at the
 highest precision, and `time / bare` with the same step without loss scaling. *By hand*
 is Flax with `dtype=float16`, or with bfloat16, and *O2, masters* is autocast with
-float16 parameters and `master_weights`. `peak MB` is the memory that the compiled
+float16 parameters and `master_weights`. With *float32 gradients* those between products
+are float32 at O1, as all others are anyway. `peak MB` is the memory that the compiled
 program needs: arguments, results and temporary arrays. The process holds more, because
 the steps of one precision are timed in turns, and all have parameters and state. If the
 GPU has not enough memory for a precision, its rows say so. GPUs before Ampere have no
@@ -50,6 +51,7 @@ PRECISIONS = [
     "by hand, bfloat16",
     "autocast, bfloat16",
     "autocast, O1",
+    "autocast, O1, float32 gradients",
     "autocast, O2",
     "O2, masters",
 ]

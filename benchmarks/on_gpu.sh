@@ -60,11 +60,11 @@ else
   run_tests 50 integration -n 4 tests/integration
   run_tests 30 docs -n 4 tests/docs
 fi
-measure 150 steps "GPT"
-measure 90 steps "ResNet-18"
-measure 80 steps "LSTM"
-measure 230 steps "GPT, 125 M"
-measure 140 steps "ResNet-50"
+measure 165 steps "GPT"
+measure 100 steps "ResNet-18"
+measure 90 steps "LSTM"
+measure 255 steps "GPT, 125 M"
+measure 155 steps "ResNet-50"
 measure 110 "largest batch" "GPT, 125 M"
 measure 90 "largest batch" "ResNet-50"
 measure 50 update

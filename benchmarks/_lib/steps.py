@@ -3,8 +3,10 @@
 Nothing here makes an array, so the steps can be compiled for an absent device.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,8 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
 from _lib.large_models import MODELS
+from optax_lossscale._autocast import between
+from optax_lossscale._autocast.products import Factor
 from optax_lossscale.compat import flax as compat
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -37,6 +41,7 @@ class Way(NamedTuple):
       masters: If the parameters are float16, how their masters are held: `"full"` or
         `"compact"`.
       grad_bytes: Bytes of an entry of a weight's gradient, where it is produced.
+      is_wide: Whether all gradients under autocast are float32, also between products.
     """
 
     dtype: Any = None
@@ -45,6 +50,7 @@ class Way(NamedTuple):
     precision: str | None = None
     masters: str | None = None
     grad_bytes: int = 4
+    is_wide: bool = False
 
 
 WAYS = {
@@ -52,6 +58,7 @@ WAYS = {
     "by hand": Way(dtype=jnp.float16, grad_bytes=2),
     "by hand, bfloat16": Way(dtype=jnp.bfloat16, grad_bytes=2),
     "autocast, O1": Way(level="O1"),
+    "autocast, O1, float32 gradients": Way(level="O1", is_wide=True),
     "autocast, O2": Way(level="O2"),
     "masters": Way(dtype=jnp.float16, masters="full", grad_bytes=2),
     "compact masters": Way(dtype=jnp.float16, masters="compact", grad_bytes=2),
@@ -120,6 +127,8 @@ def make_step(
     entries = sum(leaf.size for leaf in jax.tree.leaves(params))
     args = (params, jax.eval_shape(init, params), *batch)
     run = with_precision(run, chosen.precision)
+    if chosen.is_wide:
+        run = with_wide_gradients(run)
     return Step(run, args, entries * chosen.grad_bytes)
 
 
@@ -151,6 +160,23 @@ def with_precision(run: Callable[..., Any], precision: str | None) -> Any:
             return run(*args)
 
     return run_with_precision
+
+
+def with_wide_gradients(run: Callable[..., Any]) -> Any:
+    """Returns a function whose gradients between products are float32 as all others."""
+
+    def nothing_known(rule, equation, inputs):
+        return [Factor() for _ in equation.outvars]
+
+    def run_with_wide_gradients(*args):
+        # Autocast rewrites the program while JAX traces it, and keeps it.
+        with (
+            mock.patch.object(between.FactorRule, "of_operation", nothing_known),
+            mock.patch.object(between, "_KNOWN", weakref.WeakKeyDictionary()),
+        ):
+            return run(*args)
+
+    return run_with_wide_gradients
 
 
 def run_ours(loss_fn: Callable[..., Any], inner: Any, rule: Any) -> tuple[Any, Any]:

@@ -15,9 +15,10 @@ import autocast
 import on_gpu
 import optax_lossscale as ols
 import whole_step
-from _lib import compiled_text, plain_models, update_times
+from _lib import compiled_text, plain_models, steps, update_times
 from helpers.compat import IS_JAX_0_7, sets_devices_again
 from helpers.inner import standard_promotion
+from helpers.programs import equations_of
 
 pytestmark = pytest.mark.filterwarnings("default:SelfAttention:DeprecationWarning")
 # A script compiles many programs: each takes 3 to 30 seconds.
@@ -172,6 +173,23 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(run_script):
     rows = run_script("whole_step", *options, "--quick")["LSTM"]
     assert [row["loss scaling"] for row in rows] == ["none", "loss_scaled"]
     assert all(float(row["ms"]) > 0 for row in rows)
+
+
+def test_a_step_can_be_measured_with_float32_gradients_between_products():
+    def results_of_products(way):
+        with standard_promotion():
+            step = steps.make_step("GPT", way, "adamw", "none", small=True)
+            program = jax.make_jaxpr(step.run)(*step.args)
+        products = [e for e in equations_of(program) if "product" in e.params]
+        return [str(each.outvars[0].aval.dtype) for each in products]
+
+    wide = results_of_products("autocast, O1, float32 gradients")
+    own = results_of_products("autocast, O1")
+    # Two of three products are in the backward pass.
+    assert wide.count("float32") == len(wide) * 2 // 3
+    assert len(own) == len(wide)
+    # Of the products of attention both factors are activations.
+    assert 0 < own.count("float32") < len(own) // 3
 
 
 @slow
