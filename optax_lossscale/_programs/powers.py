@@ -6,7 +6,7 @@ lies between: a backward pass is linear. Unscaled ones are `s**0` times the true
 
 from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,21 @@ from optax_lossscale._programs.jax_internals import (
     split_p,
 )
 
+# A power; `UNLIKE` of a sum of unlike powers, which is none; None if nothing is known.
+Power: TypeAlias = Fraction | Literal["unlike"] | None
+UNLIKE: Literal["unlike"] = "unlike"
+
 
 class Powers(NamedTuple):
     """What is known of a value as a function of several scales.
 
     Attributes:
       of: For each scale that the value was computed from, the power of it to which the
-        value is proportional, or None if it may be no power.
+        value is proportional.
       is_zero: Whether the value is zero, and so proportional to every power.
     """
 
-    of: frozenset[tuple[Hashable, Fraction | None]] = frozenset()
+    of: frozenset[tuple[Hashable, Power]] = frozenset()
     is_zero: bool = False
 
 
@@ -68,7 +72,7 @@ class PowersRule:
         return [result] * count
 
     def join(self, one: Powers, other: Powers) -> Powers:
-        return _same([one, other])
+        return _one_of([one, other])
 
 
 def _is_zero(value: Any) -> bool:
@@ -89,51 +93,61 @@ def _are_floating(equation: Any) -> bool:
 
 def _unknown(inputs: Sequence[Powers]) -> Powers:
     """Of a function of which nothing is known, which may be linear in no scale."""
-    scales = {
-        (scale, None if power != 0 else power) for x in inputs for scale, power in x.of
-    }
-    return Powers(_one_each(scales))
+    powers = {scale: power for x in inputs for scale, power in x.of if power != 0}
+    constant = {(scale, power) for x in inputs for scale, power in x.of if power == 0}
+    return Powers(
+        frozenset((scale, None) for scale in powers)
+        | {pair for pair in constant if pair[0] not in powers}
+    )
 
 
-def _one_each(
-    pairs: set[tuple[Hashable, Fraction | None]],
-) -> frozenset[tuple[Hashable, Fraction | None]]:
-    """One power for each scale: None where there are several."""
-    powers: dict[Hashable, Fraction | None] = {}
-    for scale, power in pairs:
-        is_other = scale in powers and powers[scale] != power
-        powers[scale] = None if is_other else power
-    return frozenset(powers.items())
+def _sum(terms: Sequence[Powers]) -> Powers:
+    """Of a sum, which has a power if all its terms have the same one."""
+    return _common(terms, lambda powers: None if _may_be_same(powers) else UNLIKE)
 
 
-def _same(inputs: Sequence[Powers]) -> Powers:
-    """Of a sum or a choice, which has a power if all its terms have the same one."""
+def _may_be_same(powers: set[Power]) -> bool:
+    """Whether unlike powers may be the same, because some are not known."""
+    return None in powers and not {UNLIKE, Fraction(0)} & powers
+
+
+def _one_of(choices: Sequence[Powers]) -> Powers:
+    """Of a choice, which has a power if all have the same one."""
+    return _common(choices, lambda powers: None)
+
+
+def _common(
+    inputs: Sequence[Powers], of_unlike: Callable[[set[Power]], Power]
+) -> Powers:
+    """For each scale the power that all inputs have, but those that are zero."""
     terms = [dict(x.of) for x in inputs if not x.is_zero]
     if not terms:
         return ZERO
-    scales = {scale for term in terms for scale in term}
-    return Powers(
-        _one_each({(s, term.get(s, Fraction(0))) for s in scales for term in terms})
-    )
+    found = set[tuple[Hashable, Power]]()
+    for scale in {scale for term in terms for scale in term}:
+        powers: set[Power] = {term.get(scale, Fraction(0)) for term in terms}
+        found.add((scale, powers.pop() if len(powers) == 1 else of_unlike(powers)))
+    return Powers(frozenset(found))
 
 
 def _product(inputs: Sequence[Powers], signs: Sequence[int] = (1, 1)) -> Powers:
     """Of a product of powers of the inputs."""
     if any(x.is_zero for x, sign in zip(inputs, signs, strict=True) if sign > 0):
         return ZERO
-    powers: dict[Hashable, Fraction | None] = {}
+    powers: dict[Hashable, Power] = {}
     for x, sign in zip(inputs, signs, strict=True):
         for scale, power in x.of:
             old = powers.get(scale, Fraction(0))
-            if power is None or old is None:
-                powers[scale] = None
-            else:
+            if isinstance(power, Fraction) and isinstance(old, Fraction):
                 powers[scale] = old + sign * power
+            else:  # Two such sums may cancel.
+                is_one = UNLIKE in (old, power) and old != power
+                powers[scale] = UNLIKE if is_one and None not in (old, power) else None
     return Powers(frozenset(powers.items()))
 
 
 def _to_the(power: Fraction, x: Powers) -> Powers:
-    pairs = {(s, None if old is None else old * power) for s, old in x.of}
+    pairs = {(s, old * power if isinstance(old, Fraction) else old) for s, old in x.of}
     return Powers(frozenset(pairs), x.is_zero and power > 0)
 
 
@@ -159,14 +173,14 @@ _LINEAR = (
 )
 _operations(lambda inputs, _: inputs[0], *_LINEAR)
 _operations(
-    lambda inputs, _: _same(inputs),
-    *(p.add_jaxvals_p, p.add_p, p.clamp_p, p.complex_p, p.concatenate_p, p.max_p),
-    *(p.min_p, p.pad_p, p.sub_p),
+    lambda inputs, _: _sum(inputs),
+    *(p.add_jaxvals_p, p.add_p, p.complex_p, p.concatenate_p, p.pad_p, p.sub_p),
 )
-_operations(lambda inputs, _: _same(inputs[1:]), p.select_n_p)
-_operations(lambda inputs, _: _same(inputs[:2]), p.dynamic_update_slice_p)
+_operations(lambda inputs, _: _one_of(inputs), p.clamp_p, p.max_p, p.min_p)
+_operations(lambda inputs, _: _one_of(inputs[1:]), p.select_n_p)
+_operations(lambda inputs, _: _sum(inputs[:2]), p.dynamic_update_slice_p)
 _operations(
-    lambda inputs, _: _same([inputs[0], inputs[2]]),
+    lambda inputs, _: _sum([inputs[0], inputs[2]]),
     *(p.scatter_add_p, p.scatter_p, p.scatter_max_p, p.scatter_min_p),
 )
 _operations(lambda inputs, _: _product(inputs, (1, -1)), p.div_p)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from optax_lossscale._programs.follow import follow
-from optax_lossscale._programs.powers import CONSTANT, ZERO, PowersRule, first_power
+from optax_lossscale._programs.powers import (
+    CONSTANT,
+    UNLIKE,
+    ZERO,
+    PowersRule,
+    first_power,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 X = jnp.array([[1.0, 2.0], [-3.0, 4.0]])
@@ -85,8 +91,16 @@ def test_the_power_is_the_measured_one(name):
     assert (0 if known == "none" else known) == measured_power(fun)
 
 
-NO_POWER = {
+SUMS_OF_UNLIKE_POWERS = {
     "mixed sum": lambda s: X * s + X,
+    "a constant and no power": lambda s: X - jnp.exp(s),
+    "of the sum": lambda s: 2.0 * s * jnp.square(X * s - 3.0 * X),
+    "an array": lambda s: jnp.concatenate([X, X * s]),
+}
+IN_DOUBT = {
+    "sums that cancel": lambda s: s * (s + 1.0) / (1.0 + s),
+    "a power of two": lambda s: jnp.exp2(s + 15.0),
+    "one of two": lambda s: jnp.where(X > 0, X * s, X),
     "as many factors as iterations": lambda s: jax.lax.scan(
         lambda c, x: (c * s, x), 1.0, X
     )[0],
@@ -98,12 +112,15 @@ NO_POWER = {
 }
 
 
-@pytest.mark.parametrize("name", NO_POWER)
-def test_a_value_that_follows_no_power_is_in_doubt(name):
-    assert known_power(NO_POWER[name]) is None
-    # These three have one here, by chance.
-    if name not in ("rounded", "through integers", "as many factors as iterations"):
-        assert measured_power(NO_POWER[name]) is None
+@pytest.mark.parametrize("name", SUMS_OF_UNLIKE_POWERS)
+def test_a_sum_of_unlike_powers_is_none(name):
+    assert known_power(SUMS_OF_UNLIKE_POWERS[name]) == UNLIKE
+    assert measured_power(SUMS_OF_UNLIKE_POWERS[name]) is None
+
+
+@pytest.mark.parametrize("name", IN_DOUBT)
+def test_a_value_that_may_follow_a_power_is_in_doubt(name):
+    assert known_power(IN_DOUBT[name]) is None
 
 
 def test_of_several_scales_each_has_its_own_power():

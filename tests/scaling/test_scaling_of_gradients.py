@@ -371,6 +371,42 @@ def test_unscaled_gradients_with_grads_unscaled_are_not_warned_of(name):
     without_warning(jax.jit(step), PARAMS, STATE, X)
 
 
+# A number that is an argument of the step, such as a temperature.
+LOSSES_WITH_A_NUMBER = {
+    "in the target": lambda p, x, t: jnp.mean((x @ p["w"] - t * x[:, :1]) ** 2),
+    "in a penalty": lambda p, x, t: loss_fn(p, x) + t * jnp.sum(p["w"] ** 2),
+    "its exponential": lambda p, x, t: jnp.mean((x @ p["w"] - jnp.exp(t)) ** 2),
+    "as a threshold": lambda p, x, t: jnp.mean(jnp.minimum(x @ p["w"], t)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_WITH_A_NUMBER)
+def test_a_number_in_the_loss_does_not_hide_a_mistake(name):
+    def step(params, state, x, t, grad_fn):
+        loss = functools.partial(LOSSES_WITH_A_NUMBER[name], x=x, t=t)
+        return TX.update(grad_fn(loss, state)(params), state, params)
+
+    def run(grad_fn):
+        jitted = jax.jit(functools.partial(step, grad_fn=grad_fn))
+        return jitted(PARAMS, STATE, X, jnp.float32(0.5))
+
+    without_warning(run, ols.scaled_grad)
+    with pytest.warns(UserWarning, match="computed without it"):
+        run(lambda loss, state: jax.grad(loss))
+
+
+def with_the_scale_as_an_argument(power, params, state, x, number):
+    """The number may be the scale, or its exponent: nobody can know."""
+    grads = jax.grad(lambda p: power(number) * loss_fn(p, x))(params)
+    return TX.update(grads, state, params)
+
+
+@pytest.mark.parametrize("power", [lambda t: t, lambda t: 3 * t, jnp.exp2])
+def test_gradients_that_may_be_proportional_to_an_argument_are_not_warned_of(power):
+    step = functools.partial(with_the_scale_as_an_argument, power)
+    without_warning(jax.jit(step), PARAMS, STATE, X, jnp.float32(2.0))
+
+
 def test_a_link_of_a_chain_and_a_masked_leaf_are_not_warned_of():
     link = optax.chain(ols.loss_scaled(), optax.clip_by_global_norm(1.0))
     masked = ols.loss_scaled(optax.sgd(0.1), unscale_mask={"w": True, "b": False})
