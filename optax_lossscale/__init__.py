@@ -21,6 +21,8 @@ The training step:
 * `loss_scaled` wraps an Optax optimizer, so that it unscales the gradients, skips a
   step that overflowed, and adjusts the loss scale.
 * `scaled_value_and_grad` and `scaled_grad` compute the gradients of the scaled loss.
+* `scaled_backward` gives a trainer that differentiates the loss itself a function with
+  the true loss and the true gradients, which are scaled only on their way.
 * `where_applied` keeps what lives outside the optimizer, such as batch statistics,
   unchanged when a step is skipped.
 
@@ -80,6 +82,7 @@ from optax_lossscale._ground.states import LossScaledState, LossScaleState
 from optax_lossscale._masters.cast_params import cast_params
 from optax_lossscale._masters.full_masters import full_masters, set_full_masters
 from optax_lossscale._masters.master_weights import master_weights
+from optax_lossscale._scaling.backward import scaled_backward
 from optax_lossscale._scaling.finite import all_finite, max_magnitude
 from optax_lossscale._scaling.grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._scaling.headroom import headroom_loss_scale
@@ -148,6 +151,7 @@ __all__ = [
     "raise_if_stalled",
     "save_products",
     "scale",
+    "scaled_backward",
     "scaled_grad",
     "scaled_value_and_grad",
     "set_full_masters",

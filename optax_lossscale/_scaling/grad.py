@@ -12,6 +12,7 @@ import jax
 from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, wrt_of
 from optax_lossscale._ground.parameters import split_parameters
 from optax_lossscale._ground.types import PyTree
+from optax_lossscale._scaling.backward import check_function, check_loss
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import multiply
 from optax_lossscale._scaling.state import get_loss_scale
@@ -144,23 +145,14 @@ def _scaled_value_and_grad(
     jax_kwargs: dict[str, Any],
 ) -> Callable[..., Any]:
     """`scaled_value_and_grad`, which `scaled_grad` calls too."""
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
-            "itself: `scaled_value_and_grad(loss_fn, state)(params)`.)"
-        )
+    check_function(fun, "scaled_value_and_grad(loss_fn, state)(params)")
     get_loss_scale(state)  # Raises here rather than at the first call.
 
     @functools.wraps(fun)
     def scaled_fun(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
         if not has_aux:
-            if isinstance(result, tuple | list):
-                raise TypeError(
-                    f"`fun` must return a scalar loss, got a {type(result).__name__} "
-                    f"of length {len(result)}. (For a loss and other outputs, such as "
-                    "new batch statistics, return a pair and pass `has_aux=True`.)"
-                )
+            check_loss(result)
             return multiply(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
             return result  # Not a pair: JAX raises the error.

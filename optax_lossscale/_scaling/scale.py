@@ -79,7 +79,7 @@ def multiply(tree: PyTree, state: PyTree) -> PyTree:
             "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
         )
     check_arrays(jax.tree.leaves(tree))
-    return map_floating(_scale_leaves, tree, loss_scale)
+    return map_floating(scale_leaves, tree, loss_scale)
 
 
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
@@ -133,7 +133,7 @@ def divide_out(tree: PyTree, loss_scale: jax.Array, is_scaled: PyTree = True) ->
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
-def _scale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
+def scale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
     return _combine(lax.mul, leaves, loss_scale.astype)
 
 

@@ -61,6 +61,7 @@ def loss_scaled(
     unscale_mask: Mask = None,
     check_updates: bool = False,
     warn_after: int | None = None,
+    grads_unscaled: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
@@ -142,6 +143,8 @@ def loss_scaled(
         `shard_map` give one for each device.) None never warns. It costs a callback in
         the compiled program, which cannot be exported then. `raise_if_stalled` costs
         nothing.
+      grads_unscaled: What `update` takes for its argument of this name if it is not
+        given. True is for gradients of `scaled_backward`, or of a trainer.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` has
@@ -225,6 +228,7 @@ def loss_scaled(
         is_link=inner is None,
         is_bare=is_no_loss_scale(rule),
     )
+    are_unscaled = check_flag("grads_unscaled", grads_unscaled)
 
     def init(params: optax.Params) -> LossScaledState:
         params = parameters_of(params)
@@ -243,7 +247,7 @@ def loss_scaled(
         *,
         grads_finite: jax.typing.ArrayLike | None = None,
         accept: jax.typing.ArrayLike | None = None,
-        grads_unscaled: bool = False,
+        grads_unscaled: bool | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         step = read(
@@ -253,7 +257,7 @@ def loss_scaled(
             params,
             grads_finite=grads_finite,
             accept=accept,
-            grads_unscaled=grads_unscaled,
+            grads_unscaled=are_unscaled if grads_unscaled is None else grads_unscaled,
             extra_args=extra_args,
         )
         verdict = judge(rule, step, axis_name, is_bare=settings.is_bare)

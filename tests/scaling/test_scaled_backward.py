@@ -1,0 +1,365 @@
+"""`scaled_backward`: scaled on the way, for whoever differentiates the function."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "w": jnp.asarray(RNG.normal(size=(3, 2)), jnp.float32),
+    "b": jnp.ones(2),
+}
+X = jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)
+SCALE = 2.0**12
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+
+INSIDE = ols.scaled_backward(loss_fn, SCALE)
+
+
+def sizes_seen(fun):
+    """A function that returns its gradient, and the largest cotangent on the way."""
+    seen = []
+
+    @jax.custom_vjp
+    def look(x):
+        return x
+
+    look.defvjp(lambda x: (x, None), lambda _, c: (seen.append(c) or c,))
+    grads = jax.grad(fun(look))
+    return lambda *args: (grads(*args), float(jnp.max(jnp.abs(seen.pop()))))
+
+
+def test_what_lies_between_is_scaled_and_the_rest_is_not():
+    def loss(look):
+        return lambda w: jnp.sum(look(w * 3.0)) + 0.0
+
+    plain, size = sizes_seen(loss)(jnp.ones(2))
+    inside, scaled = sizes_seen(lambda look: ols.scaled_backward(loss(look), SCALE))(
+        jnp.ones(2)
+    )
+    np.testing.assert_array_equal(inside, plain)
+    assert (size, scaled) == (1.0, SCALE)
+
+
+@pytest.mark.parametrize("scale", [SCALE, 3.0, 2.0**-3])
+@pytest.mark.parametrize("autocast", [lambda fun: fun, ols.autocast])
+def test_value_and_gradients_are_those_of_scale_and_unscale_to_the_bit(scale, autocast):
+    fun, state = autocast(loss_fn), ols.static_loss_scale(scale).init()
+    inside = ols.scaled_backward(fun, scale)
+    actual = jax.value_and_grad(inside)(PARAMS, X)
+    value, grads = ols.scaled_value_and_grad(fun, state)(PARAMS, X)
+    assert_same_bits(actual, (value, ols.unscale(grads, state)))
+    assert_same_bits(inside(PARAMS, X), fun(PARAMS, X))
+
+
+def test_a_float16_loss_has_the_cotangent_that_scale_gives_it():
+    def loss(params, x):
+        return loss_fn(params, x).astype(jnp.float16)
+
+    for scale in (2.0**15, 2.0**16):  # float16(2**16) is infinite.
+        state = ols.static_loss_scale(scale).init()
+        expected = ols.unscale(ols.scaled_grad(loss, state)(PARAMS, X), state)
+        actual = jax.grad(ols.scaled_backward(loss, scale))(PARAMS, X)
+        assert_same_bits(actual, expected)
+
+
+@jax.jit
+def of_the_state(state, params, x):
+    return jax.grad(ols.scaled_backward(loss_fn, state))(params, x)
+
+
+def test_the_scale_may_be_a_traced_number_or_state():
+    expected = jax.jit(jax.grad(loss_fn))(PARAMS, X)
+    tx = ols.loss_scaled(optax.sgd(0.1))
+    for scale in (jnp.float32(8.0), tx.init(PARAMS), {"opt": tx.init(PARAMS)}):
+        assert_same_bits(of_the_state(scale, PARAMS, X), expected)
+
+
+STACKED = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+
+
+def by_shard_map(fun):
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+    grad = lambda p, x: jax.lax.pmean(jax.grad(fun)(p, x), "i")  # noqa: E731
+    return jax.shard_map(grad, mesh=mesh, **specs)(PARAMS, X)
+
+
+def by_scan(fun):
+    def step(params, x):
+        grads = jax.grad(fun)(params, x[None])
+        return jax.tree.map(lambda p, g: p - g, params, grads), None
+
+    return jax.lax.scan(step, PARAMS, X)[0]
+
+
+TRANSFORMATIONS = {
+    "jit": lambda fun: jax.jit(jax.grad(jax.jit(fun)))(PARAMS, X),
+    "checkpoint": lambda fun: jax.grad(jax.checkpoint(fun))(PARAMS, X),
+    "jvp": lambda fun: jax.jvp(lambda p: fun(p, X), (PARAMS,), (PARAMS,)),
+    "hessian": lambda fun: jax.hessian(fun)(PARAMS, X),
+    "reverse over reverse": lambda fun: jax.jacrev(jax.jacrev(fun))(PARAMS, X),
+    "reverse over forward": lambda fun: jax.jacrev(jax.jacfwd(fun))(PARAMS, X),
+    "vmap": lambda fun: jax.vmap(jax.grad(fun), (None, 0))(PARAMS, X[:, None]),
+    "vmap over parameters": lambda fun: jax.vmap(jax.grad(fun), (0, None))(STACKED, X),
+    "gradient of vmap": lambda fun: jax.grad(
+        lambda p: jax.vmap(fun, (None, 0))(p, X[:, None]).sum()
+    )(PARAMS),
+    "scan": by_scan,
+    "by name": lambda fun: jax.grad(lambda p: fun(x=X, params=p))(PARAMS),
+    "shard_map": by_shard_map,
+}
+
+
+@pytest.mark.several_devices
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_every_derivative_is_the_true_one(name):
+    actual, expected = (TRANSFORMATIONS[name](fun) for fun in (INSIDE, loss_fn))
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7),
+        actual,
+        expected,
+    )
+
+
+def test_each_member_of_an_ensemble_may_have_its_own_scale():
+    def grads(scale, x, seen):
+        def fun(params):
+            return loss_fn({**params, "w": params["w"] * seen}, x)
+
+        return jax.grad(ols.scaled_backward(fun, scale))(PARAMS)
+
+    scales, rows = jnp.float32([2.0, 2.0**10]), jnp.stack([X, -X, 2 * X])
+    each = jax.vmap(jax.vmap(grads, (None, 0, None)), (0, None, None))
+    other = jax.vmap(jax.vmap(grads, (0, None, None)), (None, 0, None))
+    expected = jax.vmap(jax.grad(loss_fn), (None, 0))(PARAMS, rows)
+    for actual in (
+        each(scales, rows, 1.0),
+        jax.tree.map(lambda g: g.swapaxes(0, 1), other(scales, rows, 1.0)),
+    ):
+        for member in range(2):
+            assert_same_bits(jax.tree.map(lambda g, m=member: g[m], actual), expected)
+
+
+def test_auxiliary_data_and_leaves_that_are_held_fixed_pass():
+    def loss(params, x):
+        return loss_fn(params, x) * params["n"], {"x": x, "name": "loss"}
+
+    inside = ols.scaled_backward(loss, SCALE, has_aux=True)
+    grad_fn = jax.value_and_grad(inside, has_aux=True, allow_int=True)
+    (value, aux), grads = grad_fn({**PARAMS, "n": 3}, X)
+    assert aux["name"] == "loss"
+    np.testing.assert_array_equal(value, 3 * loss_fn(PARAMS, X))
+    expected = jax.grad(lambda p: 3 * loss_fn(p, X))(PARAMS)
+    assert_same_bits({name: grads[name] for name in PARAMS}, expected)
+
+
+def test_several_arguments():
+    def loss(w, x, b):
+        return loss_fn({"w": w, "b": b}, x)
+
+    inside = ols.scaled_backward(loss, SCALE, argnums=(0, -1))
+    args = PARAMS["w"], X, PARAMS["b"]
+    expected = jax.grad(loss, (0, 2))(*args)
+    assert_same_bits(jax.grad(inside, (0, 2))(*args), expected)
+
+
+# --- Models -----------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def net_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def plain_numbers(tree):
+    leaves = jax.tree.leaves(tree)
+    return [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    ]
+
+
+@pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit])
+def test_modules_of_nnx_are_changed_as_without(jit):
+    def run(fun):
+        model = Net(nnx.Rngs(0))
+        kernel = model.linear.kernel
+        result = jit(nnx.value_and_grad(fun))(model, X)
+        assert model.linear.kernel is kernel
+        return plain_numbers((result, nnx.state(model)))
+
+    assert_same_bits(run(ols.scaled_backward(net_loss, SCALE)), run(net_loss))
+
+
+def test_outside_a_derivative_a_module_keeps_its_arrays():
+    model = Net(nnx.Rngs(0))
+    array = model.linear.kernel[...]
+    ols.scaled_backward(net_loss, SCALE)(model, X)
+    assert model.linear.kernel[...] is array
+
+
+def test_lora_trains_beside_half_precision_weights():
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    model = nnx.LoRA(3, 2, 4, base_module=layer, rngs=nnx.Rngs(1))
+    wrt = nnx.DiffState(0, nnx.LoRAParam)
+    inside = ols.scaled_backward(net_loss, SCALE)
+    actual, expected = (
+        nnx.grad(fun, argnums=wrt)(model, X) for fun in (inside, net_loss)
+    )
+    assert_same_bits(plain_numbers(actual), plain_numbers(expected))
+
+
+def test_equinox_and_linen():
+    mlp = eqx.nn.Sequential(
+        [eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.5)]
+    )
+
+    def eqx_loss(model, x):
+        keys = jax.random.split(jax.random.key(1), len(x))
+        return jnp.mean(jax.vmap(lambda x, key: model(x, key=key))(x, keys) ** 2)
+
+    inside = ols.scaled_backward(eqx_loss, SCALE)
+    assert_same_bits(eqx.filter_grad(inside)(mlp, X), eqx.filter_grad(eqx_loss)(mlp, X))
+
+    dense = nn.Dense(2)
+    variables = dense.init(jax.random.key(0), X)
+
+    def linen_loss(variables, x):
+        return jnp.mean(dense.apply(variables, x) ** 2)
+
+    inside = ols.scaled_backward(linen_loss, SCALE)
+    assert_same_bits(jax.grad(inside)(variables, X), jax.grad(linen_loss)(variables, X))
+
+
+# --- With an optimizer ------------------------------------------------------------
+
+
+def run_trainer(loss, tx, batches):
+    """What trainers do: they differentiate, log the norm, and update."""
+    optimizer = nnx.Optimizer(Net(nnx.Rngs(0)), tx, wrt=nnx.Param)
+    model, norms = Net(nnx.Rngs(0)), []
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(loss(optimizer))(model, x)
+        optimizer.update(model, grads)
+        return value, optax.tree.norm(grads)
+
+    for x in batches:
+        norms.append(step(model, optimizer, x))
+    return norms, nnx.state(model, nnx.Param), optimizer
+
+
+def test_a_trainer_logs_true_numbers_and_a_bad_batch_is_skipped():
+    bad = X.at[0, 0].set(jnp.inf)
+    rule = ols.dynamic_loss_scale()
+    plain = run_trainer(lambda _: net_loss, optax.sgd(0.1), [X, X])
+    for loss, tx, scale in (
+        (
+            lambda _: ols.scaled_backward(net_loss, SCALE),
+            ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(1.0)),
+            1.0,
+        ),
+        (
+            lambda optimizer: ols.scaled_backward(net_loss, optimizer),
+            ols.loss_scaled(optax.sgd(0.1), rule, grads_unscaled=True),
+            2.0**14,
+        ),
+    ):
+        logged, params, optimizer = run_trainer(loss, tx, [X, X])
+        np.testing.assert_allclose(logged, plain[0], rtol=1e-5)
+        jax.tree.map(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), params, plain[1]
+        )
+        _, params, optimizer = run_trainer(loss, tx, [X, bad])
+        _, expected, _ = run_trainer(loss, tx, [X])
+        assert_same_bits(jax.tree.leaves(params), jax.tree.leaves(expected))
+        metrics = ols.loss_scale_metrics(optimizer)
+        assert metrics["total_notfinite"] == 1
+        assert metrics["loss_scale"] == scale
+
+
+def test_an_argument_of_update_goes_before_that_of_the_optimizer():
+    tx = ols.loss_scaled(
+        optax.sgd(1.0), ols.static_loss_scale(8.0), grads_unscaled=True
+    )
+    params, grads = jnp.ones(2), jnp.full(2, 16.0)
+    for settings, expected in (({}, -16.0), ({"grads_unscaled": False}, -2.0)):
+        updates, _ = tx.update(grads, tx.init(params), params, **settings)
+        np.testing.assert_array_equal(updates, expected)
+    with pytest.raises(TypeError, match="`grads_unscaled` must be True or False"):
+        ols.loss_scaled(optax.sgd(1.0), grads_unscaled="yes")
+
+
+def test_without_the_setting_the_second_division_is_warned_of():
+    tx = ols.loss_scaled(optax.sgd(0.1))
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(ols.scaled_backward(loss_fn, state))(params, x)
+        return tx.update(grads, state, params)
+
+    with pytest.warns(UserWarning, match="unscaled already"):
+        step(PARAMS, tx.init(PARAMS), X)
+
+
+# --- Errors -----------------------------------------------------------------------
+
+
+def test_parameters_below_float32_are_refused_when_they_are_differentiated():
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    INSIDE(half, X)
+    with pytest.raises(TypeError, match=r"float32 or wider, got bfloat16.*cast_params"):
+        jax.grad(INSIDE)(half, X)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ols.scaled_backward(loss_fn, 0.0), ValueError, "must be positive"),
+        (lambda: ols.scaled_backward(1.0, 2.0), TypeError, "must be a function"),
+        (
+            lambda: ols.scaled_backward(loss_fn, {"w": jnp.ones(2)}),
+            ValueError,
+            "must hold a LossScaleState",
+        ),
+        (lambda: INSIDE(x=X), TypeError, "its argument 0, which is differentiated"),
+        (
+            lambda: ols.scaled_backward(lambda p: (p, p), 2.0)(1.0),
+            TypeError,
+            "pass `has_aux=True`",
+        ),
+        (
+            lambda: ols.scaled_backward(lambda p: p, 2.0, has_aux=True)(1.0),
+            TypeError,
+            "must return a pair",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
