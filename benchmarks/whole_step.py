@@ -1,6 +1,6 @@
 """Compares whole training steps with and without loss scaling: a table for each model.
 
-    python benchmarks/whole_step.py [--platforms cuda v100 tpu] [--models GPT] [--quick]
+    python benchmarks/whole_step.py [--platforms v100 cuda tpu] [--models GPT] [--quick]
 
 The script needs no TPU and no GPU, only their compilers: `pip install libtpu
 'jax[cuda12]'`. Bytes, kernels and temporary memory are those of the compiled program.
@@ -110,8 +110,8 @@ def main() -> None:
     parser.add_argument(
         "--platforms",
         nargs="+",
-        choices=["cuda", "v100", "tpu", "here"],
-        default=["cuda", "v100", "tpu"],
+        choices=["v100", "cuda", "tpu", "here"],
+        default=["v100", "cuda", "tpu"],
         help="compile for these; `here` also times the steps (default: all but this)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=FEW_MODELS)
