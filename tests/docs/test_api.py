@@ -35,7 +35,7 @@ loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=N
     ema_momentum=0.99, ema_overwrite_frequency=None, loss_scale_factor=None,
     gradient_accumulation_steps=None, axis_name=None)
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
-    check_updates=False, warn_after=None)
+    check_updates=False, warn_after=None, grads_unscaled=False)
 low_precision(fun)
 master_weights(inner, *, compact=False)
 max_magnitude(tree, *, axis_name=None)
@@ -43,6 +43,7 @@ no_loss_scale()
 raise_if_stalled(tree, max_consecutive=50)
 save_products(primitive, *avals, **params)
 scale(tree, state)
+scaled_backward(fun, loss_scale, argnums=0, has_aux=False)
 scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 set_full_masters(params, opt_state, masters)
