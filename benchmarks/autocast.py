@@ -19,7 +19,7 @@ from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.models import MODELS, Case
 from _lib.plain_models import MODELS as STEPS
-from _lib.steps import run_ours
+from _lib.steps import run_ours, with_wide_gradients
 from _lib.tables import print_tables, versions
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
 from optax_lossscale._programs.jaxprs import equations_of
@@ -68,11 +68,13 @@ class Way(NamedTuple):
       dtype: The dtype of activations by hand, or `None` if nothing is cast.
       stream: The same of what goes from layer to layer.
       level: The level of autocast, or `None` if it is not used.
+      is_wide: Whether gradients between products are float32 too.
     """
 
     dtype: Any = None
     stream: Any = None
     level: str | None = None
+    is_wide: bool = False
 
 
 WAYS = {
@@ -80,6 +82,7 @@ WAYS = {
     "by hand": Way(jnp.float16, jnp.float16),
     "by hand, float32 between layers": Way(jnp.float16, jnp.float32),
     "autocast, O1": Way(level="O1"),
+    "autocast, O1, float32 gradients": Way(level="O1", is_wide=True),
     "autocast, O3": Way(level="O3"),
 }
 
@@ -99,6 +102,8 @@ def step_costs(platform: str, model: str) -> dict[str, Cost]:
             loss_fn = ols.autocast(loss_fn, low, level=way.level)
             rule = ols.dynamic_loss_scale
         init, run = run_ours(loss_fn, optax.adamw(1e-3), rule)
+        if way.is_wide:
+            run = with_wide_gradients(run)
         args = (params, jax.eval_shape(init, params), *batch)
         costs[name] = compile_step(run, args, device_of(platform))[1]
     return costs
