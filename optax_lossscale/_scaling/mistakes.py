@@ -121,8 +121,7 @@ def warn_of_outer_wrappers(state: PyTree) -> None:
         if any(not isinstance(state.rule_state, Unscaled) for state in inner):
             name, consequence = _WRONG_OUTSIDE[type(outer)]
             warnings.warn(
-                f"`{name}` must not be outside `loss_scaled`: {consequence}. (Write "
-                f"`loss_scaled({name}(...))`.)",
+                f"`{name}` must not be outside `loss_scaled`: {consequence}",
                 stacklevel=3,
             )
     if any(not isinstance(each.rule_state, Unscaled) for each in _links_behind(state)):
@@ -152,11 +151,13 @@ def _links_behind(state: PyTree) -> list[LossScaleState]:
 _WRONG_OUTSIDE = {
     optax.MultiStepsState: (
         "optax.MultiSteps",
-        "after one overflow, the sum that it accumulates stays NaN",
+        "after one overflow, the sum that it accumulates stays NaN. (Write "
+        "`loss_scaled(optax.MultiSteps(...))`.)",
     ),
     optax.ApplyIfFiniteState: (
         "optax.apply_if_finite",
-        "it hides overflows, so the loss scale never backs off",
+        "it hides overflows, so the loss scale never backs off. (Leave it out: "
+        "`loss_scaled` skips such steps itself.)",
     ),
 }
 

@@ -182,7 +182,7 @@ def test_scaling_warns_of_a_wrapper_that_belongs_inside(name):
         lambda: ols.scaled_grad(loss_fn, state),
         lambda: ols.scale(jnp.float32(1.0), state),
     ):
-        message = re.escape(f"Write `loss_scaled({name}(")
+        message = re.escape(f"`{name}` must not be outside `loss_scaled`: ")
         with pytest.warns(UserWarning, match=message) as warnings:
             scale_with()
         assert [warning.filename for warning in warnings] == [__file__]
