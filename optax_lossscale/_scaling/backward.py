@@ -68,7 +68,7 @@ def scaled_backward(
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> loss_fn = ols.scaled_backward(lambda x: x**2, 2.0**10)
       >>> jax.value_and_grad(loss_fn)(jnp.float32(3.0))
-      (Array(9., dtype=float32, weak_type=True), Array(6., dtype=float32))
+      (Array(9., dtype=float32), Array(6., dtype=float32))
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018

@@ -247,7 +247,7 @@ def loss_scaled(
         *,
         grads_finite: jax.typing.ArrayLike | None = None,
         accept: jax.typing.ArrayLike | None = None,
-        grads_unscaled: bool | None = None,
+        grads_unscaled: bool = are_unscaled,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         step = read(
@@ -257,7 +257,7 @@ def loss_scaled(
             params,
             grads_finite=grads_finite,
             accept=accept,
-            grads_unscaled=are_unscaled if grads_unscaled is None else grads_unscaled,
+            grads_unscaled=grads_unscaled,
             extra_args=extra_args,
         )
         verdict = judge(rule, step, axis_name, is_bare=settings.is_bare)

@@ -322,7 +322,7 @@ def test_autocast_runs_every_product_of_a_model_low(run_script):
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
 def test_plain_models_have_float32_gradients_in_every_way(model, way):
-    dtype, stream, level = autocast.WAYS[way]
+    dtype, stream, level, _ = autocast.WAYS[way]
     loss_fn, params, batch = plain_models.MODELS[model](dtype, stream, True)
     if level is not None:
         loss_fn = ols.autocast(loss_fn, level=level)
