@@ -79,7 +79,7 @@ COMPILED_ONCE = [
     (masking, "_zeros_unless"),
     (masking, "mask_results"),
     (rules, "_count_step"),
-    (scale, "_scale_leaves"),
+    (scale, "scale_leaves"),
     (scale, "unscale_leaves"),
 ]
 
