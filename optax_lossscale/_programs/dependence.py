@@ -69,7 +69,8 @@ def scaling_of(
 
 def _may_be_scale(origin: Any, own: Any) -> bool:
     """Whether an input of a trace may have the value of a scale."""
-    if not isinstance(origin, jax.core.Tracer) or origin.shape != own.shape:
+    # Under `pmap`, an input has an axis of the devices, of size 1.
+    if not isinstance(origin, jax.core.Tracer) or origin.size != own.size:
         return False
     is_outside = trace_of(origin) is not trace_of(own)
     if is_outside and traces_around(own)[0] in _LOOPS:

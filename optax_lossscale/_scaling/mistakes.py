@@ -64,11 +64,12 @@ _INSTEAD = (
 _WRONG_SCALING = {
     "never scaled": (
         "`update` divides gradients by the loss scale, but these were computed without "
-        f"it, so they become too small. {_INSTEAD}"
+        "it, so they come out wrong: too small by the scale if they are unscaled, and "
+        f"by the ratio of the scales if they have another one. {_INSTEAD}"
     ),
     "by another scale": (
         "`update` divides gradients by the loss scale, but these were scaled and "
-        "unscaled by another one, so they become too small. (Take out the other loss "
+        "unscaled by another one, so they come out too small. (Take out the other loss "
         f"scaling, such as a `DynamicScale`.) {_INSTEAD}"
     ),
     "unscaled": (

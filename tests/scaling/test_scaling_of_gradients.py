@@ -92,12 +92,18 @@ def of_a_custom_rule(params, state, x):
     return jax.grad(lambda p: double(loss_fn(p, x), scale))(params)
 
 
-def by_dynamic_scale(kind):
-    def step(dynamic_scale, params, state, x):
-        dynamic_scale, _, _, grads = dynamic_scale.value_and_grad(loss_fn)(params, x)
-        return dynamic_scale, TX.update(grads, state, params)
+def by_dynamic_scale(dynamic_scale, params, state, x):
+    dynamic_scale, _, _, grads = dynamic_scale.value_and_grad(loss_fn)(params, x)
+    return dynamic_scale, TX.update(grads, state, params)
 
-    return functools.partial(jax.jit(step), kind())
+
+def over_pmap(step):
+    """A step over one device, whose arguments get the axis that `pmap` wants."""
+
+    def run(*args):
+        return jax.pmap(step)(*jax.tree.map(lambda x: jnp.asarray(x)[None], args))
+
+    return run
 
 
 def in_a_train_state(params, state, x):
@@ -155,10 +161,20 @@ def test_gradients_without_the_scale_of_the_state_are_warned_of(name):
         NEVER_SCALED[name](PARAMS, STATE, X)
 
 
+TRANSFORMS = [jax.jit, over_pmap]
+
+
 @pytest.mark.parametrize("kind", [DynamicScale, flax_dynamic_scale.DynamicScale])
-def test_a_second_loss_scaling_is_warned_of(kind):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_second_loss_scaling_is_warned_of(kind, transform):
     with pytest.warns(UserWarning, match="scaled and unscaled by another one"):
-        by_dynamic_scale(kind)(PARAMS, STATE, X)
+        transform(by_dynamic_scale)(kind(), PARAMS, STATE, X)
+
+
+def test_gradients_without_the_scale_are_warned_of_under_pmap():
+    step = over_pmap(step_of(lambda p, s, x: jax.grad(loss_fn)(p, x)))
+    with pytest.warns(UserWarning, match="computed without it"):
+        step(PARAMS, STATE, X)
 
 
 def clipped(grads):
@@ -405,6 +421,21 @@ def with_the_scale_as_an_argument(power, params, state, x, number):
 def test_gradients_that_may_be_proportional_to_an_argument_are_not_warned_of(power):
     step = functools.partial(with_the_scale_as_an_argument, power)
     without_warning(jax.jit(step), PARAMS, STATE, X, jnp.float32(2.0))
+
+
+def with_the_scale_of_another_state(params, state, x, other):
+    return TX.update(scaled(params, other, x), state, params)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_gradients_scaled_by_another_state_are_not_warned_of(transform):
+    """It may hold the same scale, as the states of an actor and of its critic do."""
+    step = transform(with_the_scale_of_another_state)
+    without_warning(step, PARAMS, STATE, X, STATE)
+
+
+def test_scaled_gradients_are_not_warned_of_under_pmap():
+    without_warning(over_pmap(step_of(scaled)), PARAMS, STATE, X)
 
 
 def test_a_link_of_a_chain_and_a_masked_leaf_are_not_warned_of():
