@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
@@ -86,13 +87,33 @@ def trace_call(
         pure, inputs, finish = _without_modules(tree, low)
     if scopes:
         pure, finish = _without_variables(scopes, pure, finish)
-    traced = trace(pure, *inputs)
+    with _explain_numpy(tree):
+        traced = trace(pure, *inputs)
     return traced._replace(finish=lambda results: finish(traced.finish(results)))
 
 
 def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     with explain_changes():
         return fun(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _explain_numpy(tree: PyTree) -> Iterator[None]:
+    """Adds to an error of NumPy which arguments led to it."""
+    try:
+        yield
+    except jax.errors.TracerArrayConversionError as error:
+        has_numpy = any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
+        if has_numpy and _OF_NUMPY not in getattr(error, "__notes__", []):
+            error.add_note(_OF_NUMPY)
+        raise
+
+
+_OF_NUMPY = (
+    "Outside `jit`, arrays of NumPy among the arguments stay arrays of NumPy, which "
+    "cannot be indexed by a traced array. Pass arrays of JAX "
+    "(`jax.tree.map(jnp.asarray, batch)`), or call the function under `jax.jit`."
+)
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:

@@ -173,3 +173,23 @@ def test_constants_in_variables_of_linen_are_arrays_of_jax(level):
     bound = module.bind(module.init(jax.random.key(0), X), mutable=["state"])
     ols.autocast(bound, level=level)(X)
     assert_arrays_of_jax(bound.variables)
+
+
+def at_the_largest(w, x):
+    return jnp.sum(x[jnp.arange(len(x)), jnp.argmax(x @ w, axis=1)])
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        ols.autocast(at_the_largest),
+        lambda *args: ols.diagnostics.trace_operations(at_the_largest, *args),
+        lambda *args: ols.diagnostics.gradient_errors(at_the_largest, *args),
+    ],
+)
+def test_an_array_of_numpy_that_a_traced_array_indexes_is_explained(fun):
+    kind = jax.errors.TracerArrayConversionError
+    with pytest.raises(kind, match="numpy") as error:
+        fun(W, np.asarray(X))
+    notes = [note for note in error.value.__notes__ if "jnp.asarray" in note]
+    assert len(notes) == 1
