@@ -13,7 +13,11 @@ from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, w
 from optax_lossscale._ground.parameters import split_parameters
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.backward import check_function, check_loss
-from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
+from optax_lossscale._scaling.mistakes import (
+    warn_if_constant,
+    warn_of_links_before,
+    warn_of_outer_wrappers,
+)
 from optax_lossscale._scaling.scale import multiply
 from optax_lossscale._scaling.state import get_loss_scale
 
@@ -82,6 +86,7 @@ def scaled_value_and_grad(
       (https://arxiv.org/abs/1710.03740).
     """
     warn_of_outer_wrappers(state)
+    warn_of_links_before(state)
     return _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
 
 
@@ -127,6 +132,7 @@ def scaled_grad(
       (https://arxiv.org/abs/1710.03740).
     """
     warn_of_outer_wrappers(state)
+    warn_of_links_before(state)
     value_and_grad = _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
 
     @functools.wraps(fun)

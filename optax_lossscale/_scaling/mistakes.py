@@ -125,6 +125,13 @@ def warn_of_outer_wrappers(state: PyTree) -> None:
                 f"`{name}` must not be outside `loss_scaled`: {consequence}",
                 stacklevel=3,
             )
+
+
+def warn_of_links_before(state: PyTree) -> None:
+    """Warns of what is before `loss_scaled` in a chain, and sees scaled gradients.
+
+    The warning shows the line that called the caller.
+    """
     if any(not isinstance(each.rule_state, Unscaled) for each in _links_behind(state)):
         warnings.warn(
             "nothing must be before `loss_scaled` in an `optax.chain`: it would see "

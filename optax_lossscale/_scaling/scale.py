@@ -18,7 +18,11 @@ from optax_lossscale._ground.tree import (
     widen,
 )
 from optax_lossscale._ground.types import Mask, PyTree
-from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
+from optax_lossscale._scaling.mistakes import (
+    warn_if_constant,
+    warn_of_links_before,
+    warn_of_outer_wrappers,
+)
 from optax_lossscale._scaling.state import get_loss_scale
 
 
@@ -66,6 +70,7 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
             "`scaled_value_and_grad(loss_fn, state)`?)"
         )
     warn_of_outer_wrappers(state)
+    warn_of_links_before(state)
     warn_if_constant(state)
     return multiply(tree, state)
 

@@ -175,16 +175,19 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_scaling_warns_of_a_wrapper_that_belongs_inside(name):
+def test_a_wrapper_that_belongs_inside_is_warned_of_where_the_state_is_seen(name):
     state = OUTSIDE[name].init(PARAMS)
-    for scale_with in (
+    for see in (
         lambda: ols.scaled_value_and_grad(loss_fn, state),
         lambda: ols.scaled_grad(loss_fn, state),
         lambda: ols.scale(jnp.float32(1.0), state),
+        lambda: ols.scaled_backward(loss_fn, state),
+        lambda: ols.loss_scale_metrics(state),
+        lambda: ols.raise_if_stalled(state),
     ):
         message = re.escape(f"`{name}` must not be outside `loss_scaled`: ")
         with pytest.warns(UserWarning, match=message) as warnings:
-            scale_with()
+            see()
         assert [warning.filename for warning in warnings] == [__file__]
 
 
@@ -219,6 +222,18 @@ def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
 def test_scaling_does_not_warn_of_a_right_chain(tx):
     state = tx.init(PARAMS)
     without_warning(ols.scaled_grad(loss_fn, (optax.EmptyState, state)), PARAMS, X)
+
+
+def test_a_chain_may_clip_the_true_gradients_before_loss_scaled():
+    tx = optax.chain(CLIP, ols.loss_scaled(optax.sgd(1e-3), grads_unscaled=True))
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(ols.scaled_backward(loss_fn, state))(params, X)
+        return tx.update(grads, state, params)
+
+    _, state = without_warning(step, PARAMS, tx.init(PARAMS))
+    without_warning(ols.loss_scale_metrics, state)
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,28 @@ def test_an_inner_state_whose_arrays_cannot_be_matched_is_refused(name):
     tx = ols.loss_scaled(inner, RULE)
     with pytest.raises(ValueError, match=message):
         tx.update(SCALED, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_scale_of_one_only_skips_bad_batches_however_many(dtype):
+    """`optax.apply_if_finite` applies the batch that comes after its last error."""
+    plain = optax.adam(0.1)
+    skips = ols.loss_scaled(plain, ols.static_loss_scale(1.0))
+    gives_up = optax.apply_if_finite(plain, 3)
+    good, bad = jnp.asarray([0.5, -2.0], dtype), jnp.asarray([jnp.nan, 1.0], dtype)
+
+    def run(tx, batches):
+        params = jnp.ones(2)
+        state = tx.init(params)
+        for grads in batches:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params, state = run(skips, [good, *[bad] * 5, good])
+    expected, inner_state = run(plain, [good.astype(jnp.float32)] * 2)
+    assert_same_bits(params, expected)
+    assert_same_bits(state.inner_state, inner_state)
+    assert ols.loss_scale_metrics(state)["total_notfinite"] == 5
+    assert jnp.isnan(run(gives_up, [bad.astype(jnp.float32)] * 5)[0][0])
