@@ -42,11 +42,14 @@ def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()
-    # A share such as an accuracy may differ by one percent from one CPU to another.
+    # A share such as an accuracy may differ by one percent from one CPU to another, and
+    # an accuracy of chance, 10 %, by ten: there rounding decides which class wins.
     share = re.compile(r" *(\d+)%")
     assert share.sub("%", printed(executed)) == share.sub("%", printed(stored))
     shares = [share.findall(printed(notebook)) for notebook in (executed, stored)]
-    np.testing.assert_allclose(*np.asarray(shares, int), atol=1)
+    actual, expected = np.asarray(shares, int)
+    tolerance = np.where(abs(expected - 10) <= 1, 10, 1)
+    assert (abs(actual - expected) <= tolerance).all(), shares
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
