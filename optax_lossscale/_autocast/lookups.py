@@ -8,10 +8,12 @@ float32 copy, and its gradient is a float32 sum:
 
 No bit of `z` changes, and XLA reads only the rows it needs, because it moves the casts
 behind the lookup. Sums into indices, such as those of `jax.ops.segment_sum` and of
-gradients that the function itself computes, are float32 sums in the same way.
+gradients that the function itself computes, are float32 sums in the same way. So are
+the counts of equal entries in the gradient of a maximum into indices.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,15 +24,20 @@ from jax.extend.core.primitives import (
     convert_element_type_p,
     gather_p,
     scatter_add_p,
+    scatter_max_p,
+    scatter_min_p,
 )
 
 from optax_lossscale._autocast.products import FLOAT32
 from optax_lossscale._programs.jaxprs import Atom, aval_of
 
+_INTO_INDICES = {scatter_add_p: lax.add, scatter_max_p: lax.max, scatter_min_p: lax.min}
+
 
 def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
-    """A lookup or a sum into indices by way of float32; None for other equations."""
-    if equation.primitive not in (gather_p, scatter_add_p):
+    """A lookup, or a sum into indices, by way of float32; None for other equations."""
+    operation = _INTO_INDICES.get(equation.primitive)
+    if operation is None and equation.primitive is not gather_p:
         return None
     low = aval_of(equation.invars[0]).dtype
     if low not in (jnp.float16, jnp.bfloat16) or equation.params["unique_indices"]:
@@ -41,8 +48,8 @@ def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
     (result,) = equation.outvars
     wide = _in_float32(result)
     params = equation.params
-    if equation.primitive is scatter_add_p:
-        params = {**params, "update_jaxpr": _float32_sum()}
+    if operation is not None:
+        params = {**params, "update_jaxpr": _of_two(operation)}
     columns = zip(is_low, equation.invars, inputs, strict=True)
     return [
         *(_cast(equation, atom, copy) for flag, atom, copy in columns if flag),
@@ -67,7 +74,7 @@ def _cast(equation: core.JaxprEqn, old: Atom, new: Any) -> core.JaxprEqn:
 
 
 @functools.cache
-def _float32_sum() -> core.Jaxpr:
-    """The program that adds a float32 entry to another one."""
-    program: core.Jaxpr = jax.make_jaxpr(lax.add)(*[jnp.float32(0)] * 2).jaxpr
+def _of_two(operation: Callable[..., jax.Array]) -> core.Jaxpr:
+    """The program that combines two float32 entries."""
+    program: core.Jaxpr = jax.make_jaxpr(operation)(*[jnp.float32(0)] * 2).jaxpr
     return program

@@ -89,6 +89,16 @@ def test_a_segment_sum_is_a_float32_sum():
     np.testing.assert_array_equal(counted, COUNTS)
 
 
+@pytest.mark.parametrize("segments", [jax.ops.segment_max, jax.ops.segment_min])
+def test_equal_entries_share_the_gradient_of_a_segment(segments):
+    def loss_fn(x):
+        return jnp.sum(segments(x, INDICES, 5).astype(jnp.float32))
+
+    grads = jax.grad(ols.autocast(loss_fn, level="O2"))(jnp.ones(INDICES.shape))
+    expected = 1 / np.asarray(COUNTS)[np.asarray(INDICES)]
+    np.testing.assert_allclose(grads, expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_what_is_looked_up_is_what_the_array_holds(name):
     table = TABLE.astype(jnp.float16)
