@@ -117,7 +117,10 @@ def warn_of_outer_wrappers(state: PyTree) -> None:
 
     The warning shows the line that called the caller.
     """
-    for _, outer in find_by_type(state, tuple(_WRONG_OUTSIDE)):
+    # What a loss-scaled state holds is inside, and need not be looked through.
+    for _, outer in find_by_type(state, (*_WRONG_OUTSIDE, LossScaledState)):
+        if isinstance(outer, LossScaledState):
+            continue
         inner = [state for _, state in find_by_type(outer, LossScaleState)]
         if any(not isinstance(state.rule_state, Unscaled) for state in inner):
             name, consequence = _WRONG_OUTSIDE[type(outer)]
