@@ -16,6 +16,9 @@ NOT_ON_JAX_0_7 = {
     "04_many_devices": "has no jax.lax.pcast",
     "06_why_did_it_skip": "traces some functions as other operations, so counts differ",
 }
+# Which share is the accuracy of a model that learns nothing: that of chance, 10 %, where
+# rounding decides which class wins.
+OF_CHANCE = {"01_quickstart": 1}
 
 
 def read(path):
@@ -42,14 +45,15 @@ def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()
-    # A share such as an accuracy may differ by one percent from one CPU to another, and
-    # an accuracy of chance, 10 %, by ten: there rounding decides which class wins.
+    # A share such as an accuracy may differ by one percent from one CPU to another.
     share = re.compile(r" *(\d+)%")
     assert share.sub("%", printed(executed)) == share.sub("%", printed(stored))
     shares = [share.findall(printed(notebook)) for notebook in (executed, stored)]
-    actual, expected = np.asarray(shares, int)
-    tolerance = np.where(abs(expected - 10) <= 1, 10, 1)
-    assert (abs(actual - expected) <= tolerance).all(), shares
+    differences = np.abs(np.subtract(*np.asarray(shares, int)))
+    if path.stem in OF_CHANCE:
+        assert differences[OF_CHANCE[path.stem]] <= 10
+        differences = np.delete(differences, OF_CHANCE[path.stem])
+    assert (differences <= 1).all(), shares
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
