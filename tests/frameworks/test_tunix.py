@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
 
-pytestmark = pytest.mark.frameworks
 llama = pytest.importorskip("tunix.models.llama3.model", reason="needs Tunix")
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
 utils = pytest.importorskip("tunix.sft.utils")
@@ -84,9 +84,7 @@ def skipping(tx):
 
 
 def assert_same(one, other):
-    states = (nnx.to_flat_state(nnx.state(each)) for each in (one, other))
-    for (path, a), (_, b) in zip(*states, strict=True):
-        np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
+    assert_same_bits(nnx.state(one), nnx.state(other))
 
 
 @pytest.mark.parametrize("has_lora", [False, True], ids=["all", "LoRA"])

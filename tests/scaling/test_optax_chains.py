@@ -130,7 +130,7 @@ def test_a_scale_of_one_only_skips_bad_batches_however_many(dtype):
     gives_up = optax.apply_if_finite(plain, 3)
     good, bad = jnp.asarray([0.5, -2.0], dtype), jnp.asarray([jnp.nan, 1.0], dtype)
 
-    def run(tx, batches):
+    def train(tx, batches):
         params = jnp.ones(2)
         state = tx.init(params)
         for grads in batches:
@@ -138,9 +138,9 @@ def test_a_scale_of_one_only_skips_bad_batches_however_many(dtype):
             params = optax.apply_updates(params, updates)
         return params, state
 
-    params, state = run(skips, [good, *[bad] * 5, good])
-    expected, inner_state = run(plain, [good.astype(jnp.float32)] * 2)
+    params, state = train(skips, [good, *[bad] * 5, good])
+    expected, inner_state = train(plain, [good.astype(jnp.float32)] * 2)
     assert_same_bits(params, expected)
     assert_same_bits(state.inner_state, inner_state)
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 5
-    assert jnp.isnan(run(gives_up, [bad.astype(jnp.float32)] * 5)[0][0])
+    assert jnp.isnan(train(gives_up, [bad.astype(jnp.float32)] * 5)[0][0])
