@@ -16,8 +16,8 @@ NOT_ON_JAX_0_7 = {
     "04_many_devices": "has no jax.lax.pcast",
     "06_why_did_it_skip": "traces some functions as other operations, so counts differ",
 }
-# Which share is the accuracy of a model that learns nothing: that of chance, 10 %, where
-# rounding decides which class wins.
+# Which share is the accuracy of a model that learns nothing: that of chance, 10 %,
+# where rounding decides which class wins.
 OF_CHANCE = {"01_quickstart": 1}
 
 
