@@ -142,6 +142,11 @@ class DynamicScale(struct.PyTreeNode):
     minimum_scale: float | None = struct.field(
         pytree_node=False, default=SMALLEST_SCALE
     )
+    # JAX 0.10 compares two dataclasses by their settings alone. Without a setting that
+    # Flax's class lacks, a function that was compiled for one may be run for the other.
+    _package: str = struct.field(
+        pytree_node=False, default="optax_lossscale", repr=False, kw_only=True
+    )
 
     def value_and_grad(
         self,
