@@ -39,6 +39,7 @@ class Settings(NamedTuple):
       high: Scopes and lines whose products stay as written; a scope ends with a slash.
       recompute: Whether loops compute cheap operations again in their backward pass.
       scope: The names of the scopes around the program, if `high` holds any.
+      is_marked: Whether products stay as written, as in `full_precision` and `high`.
     """
 
     dtype: jnp.dtype
@@ -46,11 +47,22 @@ class Settings(NamedTuple):
     high: tuple[str, ...]
     recompute: bool
     scope: tuple[str, ...] = ()
+    is_marked: bool = False
+
+    @property
+    def traced_dtype(self) -> jnp.dtype | None:
+        """For which low dtype programs are traced; None where products stay."""
+        return None if self.is_marked else self.dtype
 
     @property
     def casts_arguments(self) -> bool:
         """Whether the function is traced with low arguments."""
         return self.level in ("O2", "O3")
+
+    @property
+    def marked(self) -> "Settings":
+        """The settings where products stay as written."""
+        return self._replace(high=(), scope=(), is_marked=True)
 
     def inside(self, equation: core.JaxprEqn) -> "Settings":
         """The settings for the programs that an equation holds."""

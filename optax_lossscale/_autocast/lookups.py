@@ -7,9 +7,12 @@ float32 copy, and its gradient is a float32 sum:
     z = gather(x, i)    becomes    z = low(gather(float32(x), i))
 
 No bit of `z` changes, and XLA reads only the rows it needs, because it moves the casts
-behind the lookup. Sums into indices, such as those of `jax.ops.segment_sum` and of
-gradients that the function itself computes, are float32 sums in the same way. So are
-the counts of equal entries in the gradient of a maximum into indices.
+behind the lookup. A slice that starts at an index, and unique indices, are no
+exception: an outer `vmap` makes lookups of many equal indices of them.
+
+Sums into indices, such as those of `jax.ops.segment_sum` and of gradients that the
+function itself computes, are float32 sums in the same way. So are the counts of equal
+entries in the gradient of a maximum into indices.
 """
 
 import functools
@@ -22,25 +25,29 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core.primitives import (
     convert_element_type_p,
+    dynamic_slice_p,
     gather_p,
-    scatter_add_p,
-    scatter_max_p,
-    scatter_min_p,
 )
 
 from optax_lossscale._autocast.products import FLOAT32
 from optax_lossscale._programs.jaxprs import Atom, aval_of
 
-_INTO_INDICES = {scatter_add_p: lax.add, scatter_max_p: lax.max, scatter_min_p: lax.min}
+_LOOKUPS = (gather_p, dynamic_slice_p)
+_INTO_INDICES = {
+    "scatter-add": lax.add,
+    "scatter-sub": lax.sub,
+    "scatter-max": lax.max,
+    "scatter-min": lax.min,
+}
 
 
 def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
     """A lookup, or a sum into indices, by way of float32; None for other equations."""
-    operation = _INTO_INDICES.get(equation.primitive)
-    if operation is None and equation.primitive is not gather_p:
+    operation = _INTO_INDICES.get(equation.primitive.name)
+    if operation is None and equation.primitive not in _LOOKUPS:
         return None
     low = aval_of(equation.invars[0]).dtype
-    if low not in (jnp.float16, jnp.bfloat16) or equation.params["unique_indices"]:
+    if low not in (jnp.float16, jnp.bfloat16):
         return None
     is_low = [aval_of(atom).dtype == low for atom in equation.invars]
     pairs = list(zip(equation.invars, is_low, strict=True))

@@ -102,17 +102,20 @@ def _explain_numpy(tree: PyTree) -> Iterator[None]:
     """Adds to an error of NumPy which arguments led to it."""
     try:
         yield
-    except jax.errors.TracerArrayConversionError as error:
-        has_numpy = any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree))
+    except (jax.errors.TracerArrayConversionError, AssertionError) as error:
+        # JAX asserts that `vmap` maps no array of NumPy into a `custom_jvp`.
+        leaves = jax.tree.leaves(tree) if "ndarray" in str(error) else []
+        has_numpy = any(isinstance(leaf, np.ndarray) for leaf in leaves)
         if has_numpy and _OF_NUMPY not in getattr(error, "__notes__", []):
             error.add_note(_OF_NUMPY)
         raise
 
 
 _OF_NUMPY = (
-    "Outside `jit`, arrays of NumPy among the arguments stay arrays of NumPy, which "
-    "cannot be indexed by a traced array. Pass arrays of JAX "
-    "(`jax.tree.map(jnp.asarray, batch)`), or call the function under `jax.jit`."
+    "Outside `jit`, arrays of NumPy among the arguments stay arrays of NumPy. A traced "
+    "array cannot index them, and `vmap` cannot map them into every function. Pass "
+    "arrays of JAX (`jax.tree.map(jnp.asarray, batch)`), or call the function under "
+    "`jax.jit`."
 )
 
 

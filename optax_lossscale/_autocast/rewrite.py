@@ -104,10 +104,12 @@ def _equations_for(
     equation: core.JaxprEqn, jaxpr: core.Jaxpr, settings: Settings
 ) -> list[core.JaxprEqn]:
     """What stands in the place of an equation."""
-    if reason_for_all_inside(equation, settings) is not None:
+    if equation.primitive.name in KERNELS:
         return [equation]
     if (lookup := wide_lookup(equation)) is not None:
         return lookup
+    if reason_for_all_inside(equation, settings) is not None:
+        settings = settings.marked
     if equation.primitive not in PRODUCTS:
         settings = settings.inside(equation)
         params = {
@@ -115,12 +117,13 @@ def _equations_for(
             for name, param in equation.params.items()
         }
         if are_same([*params.values()], [*equation.params.values()]):
-            _warn_of_hidden_products(equation)
+            if not settings.is_marked:
+                _warn_of_hidden_products(equation)
             return [equation]
         return [equation.replace(params=params)]
-    if reason_to_keep(equation, jaxpr, settings.dtype) is not None:
-        return [equation]
     low, out = settings.dtype, aval_of(equation.outvars[0])
+    if settings.is_marked or reason_to_keep(equation, jaxpr, low) is not None:
+        return [equation]
     product = product_of(equation, low, low)
     result = core.Var(out.update(dtype=low, weak_type=False))
     params = {"new_dtype": FLOAT32, "weak_type": out.weak_type, "sharding": None}
@@ -165,7 +168,7 @@ def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     """A function of JAX that traces a derivative rule and returns its program first."""
 
     def low_rule(*args: Any) -> Any:
-        with traced_for(settings.dtype):
+        with traced_for(settings.traced_dtype):
             program, *others = rule(*args)
         return rewrite(program, settings), *others
 
@@ -181,7 +184,7 @@ def _low_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
 
     @functools.wraps(rule)
     def low_rule(*args: Any) -> PyTree:
-        with traced_for(settings.dtype):
+        with traced_for(settings.traced_dtype):
             traced = trace(rule, *args)
         return traced.finish(evaluate(traced, settings))
 
