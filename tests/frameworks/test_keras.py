@@ -140,3 +140,56 @@ def test_a_nan_batch_changes_no_variable_of_the_block():
     *new, new_state, loss = names["step"](*names["state"], bad_x, names["y"])
     assert np.isnan(loss)
     assert_nothing_but_the_scale_changed((new, new_state), (old, opt_state))
+
+
+def fitted():
+    return run("docs/frameworks.md", "Keras 3 with `fit`")[0]
+
+
+def new_model(kind):
+    """The model of the page from new weights: in float32, low, or scaled inside."""
+    keras.utils.set_random_seed(0)
+    model = keras.models.clone_model(fitted()["model"])
+    optimizer = keras.optimizers.Adam(1e-2)
+    if kind == "low":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    if kind != "float32":
+        model.stateless_call = ols.autocast(model.stateless_call)
+    if kind == "scaled inside":
+        scaled = ols.scaled_backward(model.compute_loss_and_updates, 2.0**12, 0, True)
+        model.compute_loss_and_updates = scaled
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def test_fit_learns_as_in_float32_with_products_in_float16():
+    names = fitted()
+    fit = functools.partial(
+        keras.Model.fit, x=names["x"], y=names["y"], batch_size=32, epochs=5, verbose=0
+    )
+    kinds = ["float32", "low", "scaled inside"]
+    losses = [fit(new_model(kind)).history["loss"] for kind in kinds]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=5e-3)
+    np.testing.assert_allclose(losses[2], losses[1], rtol=1e-3)
+    np.testing.assert_allclose(losses[1], names["history"]["loss"], rtol=1e-6)
+    model = names["model"]
+    values = [
+        [variable.value for variable in variables]
+        for variables in (model.trainable_variables, model.non_trainable_variables)
+    ]
+    low = dtypes_of(model.stateless_call, *values, names["x"])
+    assert low == ["float16", "float16"]
+
+
+def test_a_nan_batch_of_fit_changes_no_trainable_variable():
+    names, model = fitted(), new_model("low")
+    x, y = names["x"][:32], names["y"][:32]
+    model.fit(x, y, verbose=0)  # It makes Adam's moments.
+    kept = [*model.trainable_variables, *model.optimizer.inner_optimizer.variables]
+    old, scale = [np.asarray(v.value) for v in kept], model.optimizer.dynamic_scale
+    scale = float(scale)
+    x = np.where(np.arange(32)[:, None] == 7, np.nan, x)
+    model.fit(x, y, verbose=0)
+    assert_same_bits([np.asarray(v.value) for v in kept], old)
+    assert float(model.optimizer.dynamic_scale) == scale / 2
