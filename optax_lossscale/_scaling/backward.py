@@ -37,21 +37,23 @@ def scaled_backward(
 
     so the value is that of `fun` to the bit, and the gradients are the true ones. Only
     what lies between is scaled. Give it to a trainer that differentiates the loss
-    itself: what it logs, clips and adds to the loss is then right. Where a scaled
-    gradient overflowed, the true one is infinite or NaN, and a `loss_scaled` optimizer
-    skips the step. That optimizer must not divide by the scale once more:
+    itself: what it logs, clips and adds to the loss is then right. To a trainer that
+    also has the loss inside, give the network like this; then `y` is its outputs. Where
+    a scaled gradient overflowed, the true one is infinite or NaN, and a `loss_scaled`
+    optimizer skips the step. That optimizer must not divide by the scale once more:
 
     * `loss_scaled(inner, static_loss_scale(1.0))` only skips. Use it beside a number.
     * `loss_scaled(inner, rule, grads_unscaled=True)` adjusts the scale. Use it where
       the loss function can be given its state.
 
     Args:
-      fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
-        of the loss and auxiliary data. It may be given modules of `flax.nnx`, and what
-        it changes in them reaches them.
+      fun: A function that returns a scalar floating loss, or any pytree of arrays from
+        which a loss is computed. With `has_aux=True` it returns a pair of these and
+        auxiliary data. It may be given modules of `flax.nnx`, and what it changes in
+        them reaches them.
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.
-      argnums: The arguments that will be differentiated, each a tree of parameters in
+      argnums: All arguments that will be differentiated, each a tree of parameters in
         float32 or wider. They may be passed by name.
       has_aux: Whether `fun` returns a pair.
 
@@ -59,9 +61,9 @@ def scaled_backward(
       A function with the arguments and results of `fun`.
 
     Raises:
-      TypeError: If `fun` is not a function or returns several values without `has_aux`,
-        if an argument of `argnums` is missing, or if a parameter of less than 32 bits
-        is differentiated: its gradient would be flushed when the scale is divided out.
+      TypeError: If `fun` is not a function or returns no pair with `has_aux`, if an
+        argument of `argnums` is missing, or if a parameter of less than 32 bits is
+        differentiated: its gradient would be flushed when the scale is divided out.
       ValueError: If `loss_scale` is out of range, or holds no `LossScaleState`.
 
     Example:
@@ -90,7 +92,6 @@ def scaled_backward(
         result = fun(*own, **named)
         restore()
         if not has_aux:
-            check_loss(result)
             return _with_cotangent(result, number, scale_leaves)
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
@@ -116,16 +117,6 @@ def check_function(fun: object, call: str) -> None:
         raise TypeError(
             f"`fun` must be a function, got {type(fun).__name__}. (Pass the function "
             f"itself: `{call}`.)"
-        )
-
-
-def check_loss(result: object) -> None:
-    """Refuses several results of a function that has no auxiliary data."""
-    if isinstance(result, tuple | list):
-        raise TypeError(
-            f"`fun` must return a scalar loss, got a {type(result).__name__} "
-            f"of length {len(result)}. (For a loss and other outputs, such as "
-            "new batch statistics, return a pair and pass `has_aux=True`.)"
         )
 
 

@@ -12,7 +12,7 @@ import jax
 from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, wrt_of
 from optax_lossscale._ground.parameters import split_parameters
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._scaling.backward import check_function, check_loss
+from optax_lossscale._scaling.backward import check_function
 from optax_lossscale._scaling.mistakes import (
     warn_if_constant,
     warn_of_links_before,
@@ -158,7 +158,7 @@ def _scaled_value_and_grad(
     def scaled_fun(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
         if not has_aux:
-            check_loss(result)
+            _check_loss(result)
             return multiply(result, state), result
         if not (isinstance(result, tuple | list) and len(result) == 2):
             return result  # Not a pair: JAX raises the error.
@@ -232,3 +232,13 @@ def _explain_integers() -> Iterator[None]:
                 "holds them.)"
             )
         raise
+
+
+def _check_loss(result: object) -> None:
+    """Refuses several results of a function that has no auxiliary data."""
+    if isinstance(result, tuple | list):
+        raise TypeError(
+            f"`fun` must return a scalar loss, got a {type(result).__name__} "
+            f"of length {len(result)}. (For a loss and other outputs, such as "
+            "new batch statistics, return a pair and pass `has_aux=True`.)"
+        )

@@ -1,5 +1,7 @@
 """`scaled_backward`: scaled on the way, for whoever differentiates the function."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -151,8 +153,10 @@ def test_each_member_of_an_ensemble_may_have_its_own_scale():
         each(scales, rows, 1.0),
         jax.tree.map(lambda g: g.swapaxes(0, 1), other(scales, rows, 1.0)),
     ):
-        for member in range(2):
-            assert_same_bits(jax.tree.map(lambda g, m=member: g[m], actual), expected)
+        # A CPU may add up products of other shapes in another order.
+        for name, member in itertools.product(PARAMS, range(2)):
+            close = np.testing.assert_allclose
+            close(actual[name][member], expected[name], rtol=1e-5, atol=1e-7)
 
 
 def test_auxiliary_data_and_leaves_that_are_held_fixed_pass():
@@ -166,6 +170,26 @@ def test_auxiliary_data_and_leaves_that_are_held_fixed_pass():
     np.testing.assert_array_equal(value, 3 * loss_fn(PARAMS, X))
     expected = jax.grad(lambda p: 3 * loss_fn(p, X))(PARAMS)
     assert_same_bits({name: grads[name] for name in PARAMS}, expected)
+
+
+@pytest.mark.parametrize("autocast", [lambda fun: fun, ols.autocast])
+def test_a_network_may_be_given_where_the_loss_cannot(autocast):
+    def network(params, x):
+        hidden = jnp.tanh(x @ params["w"] + params["b"])
+        return {"mean": hidden[:, 0], "others": (hidden, jnp.arange(3), "text", None)}
+
+    def loss_of(network):
+        def loss_fn(params):
+            outputs = network(params, X)
+            assert outputs["others"][2:] == ("text", None)
+            return jnp.mean(outputs["mean"] ** 2) + jnp.sum(outputs["others"][0])
+
+        return loss_fn
+
+    low = autocast(network)
+    inside = loss_of(ols.scaled_backward(low, SCALE))
+    around = ols.scaled_backward(loss_of(low), SCALE)
+    assert_same_bits(*(jax.value_and_grad(loss)(PARAMS) for loss in (inside, around)))
 
 
 def test_several_arguments():
@@ -348,11 +372,6 @@ def test_parameters_below_float32_are_refused_when_they_are_differentiated():
             "must hold a LossScaleState",
         ),
         (lambda: INSIDE(x=X), TypeError, "its argument 0, which is differentiated"),
-        (
-            lambda: ols.scaled_backward(lambda p: (p, p), 2.0)(1.0),
-            TypeError,
-            "pass `has_aux=True`",
-        ),
         (
             lambda: ols.scaled_backward(lambda p: p, 2.0, has_aux=True)(1.0),
             TypeError,
