@@ -26,6 +26,7 @@ from optax_lossscale._ground.tree import path_name
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._programs.jaxprs import scope_of, user_line, where_written
 
+HIGH = "`high`"  # The reason why a product stays as written.
 LEVELS = ("O0", "O1", "O2", "O3")
 _LINE = re.compile(r":\d+ \(.*\)$")  # As in "model.py:12 (loss_fn)".
 
@@ -39,7 +40,7 @@ class Settings(NamedTuple):
       high: Scopes and lines whose products stay as written; a scope ends with a slash.
       recompute: Whether loops compute cheap operations again in their backward pass.
       scope: The names of the scopes around the program, if `high` holds any.
-      is_marked: Whether products stay as written, as in `full_precision` and `high`.
+      reason: Why all products stay as written, as in `full_precision`, or None.
     """
 
     dtype: jnp.dtype
@@ -47,22 +48,17 @@ class Settings(NamedTuple):
     high: tuple[str, ...]
     recompute: bool
     scope: tuple[str, ...] = ()
-    is_marked: bool = False
+    reason: str | None = None
 
     @property
     def traced_dtype(self) -> jnp.dtype | None:
-        """For which low dtype programs are traced; None where products stay."""
-        return None if self.is_marked else self.dtype
+        """The dtype of functions in `low_precision` in derivative rules, or None."""
+        return self.dtype if self.reason in (None, HIGH) else None
 
     @property
     def casts_arguments(self) -> bool:
         """Whether the function is traced with low arguments."""
         return self.level in ("O2", "O3")
-
-    @property
-    def marked(self) -> "Settings":
-        """The settings where products stay as written."""
-        return self._replace(high=(), scope=(), is_marked=True)
 
     def inside(self, equation: core.JaxprEqn) -> "Settings":
         """The settings for the programs that an equation holds."""

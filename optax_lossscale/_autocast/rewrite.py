@@ -24,7 +24,7 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.between import with_low_gradients
 from optax_lossscale._autocast.context import traced_for
-from optax_lossscale._autocast.levels import Settings
+from optax_lossscale._autocast.levels import HIGH, Settings
 from optax_lossscale._autocast.lookups import wide_lookup
 from optax_lossscale._autocast.markers import reason_of_marker
 from optax_lossscale._autocast.modules import Traced, trace
@@ -108,21 +108,19 @@ def _equations_for(
         return [equation]
     if (lookup := wide_lookup(equation)) is not None:
         return lookup
-    if reason_for_all_inside(equation, settings) is not None:
-        settings = settings.marked
+    inside = _settings_inside(equation, settings)
     if equation.primitive not in PRODUCTS:
-        settings = settings.inside(equation)
         params = {
-            name: _rewritten_param(name, param, settings)
+            name: _rewritten_param(name, param, inside)
             for name, param in equation.params.items()
         }
         if are_same([*params.values()], [*equation.params.values()]):
-            if not settings.is_marked:
+            if inside.reason is None:
                 _warn_of_hidden_products(equation)
             return [equation]
         return [equation.replace(params=params)]
     low, out = settings.dtype, aval_of(equation.outvars[0])
-    if settings.is_marked or reason_to_keep(equation, jaxpr, low) is not None:
+    if inside.reason or reason_to_keep(equation, jaxpr, low):
         return [equation]
     product = product_of(equation, low, low)
     result = core.Var(out.update(dtype=low, weak_type=False))
@@ -135,6 +133,12 @@ def _equations_for(
             primitive=primitives.convert_element_type_p, invars=[result], params=params
         ),
     ]
+
+
+def _settings_inside(equation: core.JaxprEqn, settings: Settings) -> Settings:
+    """The settings for an equation, and for the programs that it holds."""
+    reason = settings.reason or reason_for_all_inside(equation, settings)
+    return settings.inside(equation)._replace(reason=reason)
 
 
 def _warn_of_hidden_products(equation: core.JaxprEqn) -> None:
@@ -151,9 +155,10 @@ def _warn_of_hidden_products(equation: core.JaxprEqn) -> None:
 
 def _rewritten_param(name: str, param: Any, settings: Settings) -> Any:
     """A parameter of an equation, with the programs that it holds rewritten."""
-    if name in TRACED_RULES or name == BACKWARD_RULE:
-        change = _low_traced_rule if name in TRACED_RULES else _low_rule
-        return with_changed_result(param, functools.partial(change, settings))
+    if name in TRACED_RULES:
+        return with_changed_result(param, functools.partial(_low_traced_rule, settings))
+    if name == BACKWARD_RULE and settings.reason is None:
+        return with_changed_result(param, functools.partial(_low_rule, settings))
     if name == TRANSPOSE_RULE:
         return _low_traced_rule(settings, param)
     if name == BATCHING_RULE and callable(param):
@@ -179,12 +184,15 @@ def _low_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     """A rule that is traced when it is called, such as the backward rule of a function.
 
     It may compute the forward pass again, as in Equinox's checkpointed loops, and then
-    needs the same numbers. So its products are rounded like those of that pass.
+    needs the same numbers. So its products are rounded like those of that pass. Where
+    products stay, it stays too, and may read numbers that a trace would not have.
     """
+    if settings.reason:
+        return rule
 
     @functools.wraps(rule)
     def low_rule(*args: Any) -> PyTree:
-        with traced_for(settings.traced_dtype):
+        with traced_for(settings.dtype):
             traced = trace(rule, *args)
         return traced.finish(evaluate(traced, settings))
 
@@ -211,7 +219,6 @@ def products_of(
     jaxpr: core.Jaxpr,
     settings: Settings,
     scope: tuple[str, ...] = (),
-    reason: str | None = None,
     calls: tuple[core.JaxprEqn, ...] = (),
 ) -> Iterator[Found]:
     """Yields the products of a program that `rewrite` finds.
@@ -220,23 +227,19 @@ def products_of(
       jaxpr: The program.
       settings: How it is rewritten.
       scope: The names of the scopes around the program.
-      reason: Why all its products stay as they are written, or None.
       calls: The equations that hold the program, from the outermost inwards.
     """
     for equation in jaxpr.eqns:
         inner_scope = (*scope, *scope_of(equation))
-        inner_reason = reason or reason_for_all_inside(equation, settings)
+        inside = _settings_inside(equation, settings)
         if equation.primitive in PRODUCTS:
-            inner_reason = inner_reason or reason_to_keep(
-                equation, jaxpr, settings.dtype
-            )
-            yield Found(equation, inner_scope, inner_reason, calls)
-        inside = settings.inside(equation), inner_scope, inner_reason
+            own = inside.reason or reason_to_keep(equation, jaxpr, settings.dtype)
+            yield Found(equation, inner_scope, own, calls)
         for program in programs_of(equation):
-            yield from products_of(program, *inside, (*calls, equation))
-        hidden = settings, inner_scope, inner_reason or "not looked into"
+            yield from products_of(program, inside, inner_scope, (*calls, equation))
+        hidden = inside._replace(reason=inside.reason or "not looked into")
         for program in hidden_programs_of(equation):
-            yield from products_of(program, *hidden, (*calls, equation))
+            yield from products_of(program, hidden, inner_scope, (*calls, equation))
 
 
 def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | None:
@@ -244,7 +247,7 @@ def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | 
     if equation.primitive.name in KERNELS:
         return "in a kernel"
     if settings.is_high(equation):
-        return "`high`"
+        return HIGH
     return reason_of_marker(equation)
 
 

@@ -138,6 +138,40 @@ def test_marks_keep_products_beside_lookups_as_they_are_written():
     assert not np.array_equal(low(table), product(table))
 
 
+def test_a_rule_in_a_marked_function_may_read_numbers():
+    rule = jax.custom_vjp(lambda x: jnp.sum(jnp.sin(x)))
+    rule.defvjp(
+        lambda x: (jnp.sum(jnp.sin(x)), x),
+        lambda x, g: (g * jnp.cos(x) if float(g) > 0 else x,),
+    )
+    grads = jax.grad(ols.autocast(ols.full_precision(rule)))(TABLE)
+    np.testing.assert_array_equal(grads, jax.grad(rule)(TABLE))
+
+
+@pytest.mark.parametrize("rules", ["jvp", "vjp"])
+def test_rules_in_a_scope_of_high_run_low_what_the_function_runs_low(rules):
+    product = ols.low_precision(jnp.matmul)
+    if rules == "jvp":
+        fun = jax.custom_jvp(lambda x, w: product(x, w))
+        fun.defjvp(
+            lambda p, t: (product(*p), product(t[0], p[1]) + product(p[0], t[1]))
+        )
+    else:
+        fun = jax.custom_vjp(lambda x, w: product(x, w))
+        fun.defvjp(
+            lambda x, w: (product(x, w), (x, w)),
+            lambda xw, g: (g @ xw[1].T, xw[0].T @ g),
+        )
+
+    def loss_fn(w):
+        with jax.named_scope("scope"):
+            return jnp.sum(fun(jnp.eye(2) @ w, w) ** 2)
+
+    low = ols.autocast(loss_fn, high=["scope"])
+    w = jnp.full((2, 2), 1 + 2.0**-12)
+    assert jax.value_and_grad(low)(w)[0] == low(w) != loss_fn(w)
+
+
 def test_the_gradient_that_a_function_itself_computes_counts_its_hits_too():
     grads = ols.autocast(jax.grad(low_loss(LOOKUPS["x[i]"])), level="O2")(TABLE)
     np.testing.assert_array_equal(grads[:, 0], COUNTS)

@@ -1,11 +1,13 @@
-"""Tunix's own trainer, which differentiates the loss, logs it and its gradient norm."""
+"""Tunix's own trainers, which differentiate the loss, log it and its gradient norm."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
@@ -13,6 +15,9 @@ from helpers.compare import assert_same_bits
 llama = pytest.importorskip("tunix.models.llama3.model", reason="needs Tunix")
 peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
 utils = pytest.importorskip("tunix.sft.utils")
+rl_cluster = pytest.importorskip("tunix.rl.rl_cluster")
+grpo = pytest.importorskip("tunix.rl.grpo.grpo_learner")
+rollout = pytest.importorskip("tunix.rl.rollout.base_rollout")
 qwix = pytest.importorskip("qwix")
 
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 16
@@ -142,3 +147,115 @@ def test_gradients_that_tunix_accumulates_itself_are_warned_of():
     )
     with pytest.warns(UserWarning, match=r"`optax.MultiSteps` must not be outside"):
         ols.raise_if_stalled(trainer.optimizer)
+
+
+class Letters:
+    """A tokenizer of lowercase letters."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") + 3 for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(int(token) - 3 + ord("a")) for token in tokens)
+
+    def bos_id(self):
+        return 1
+
+    def eos_id(self):
+        return 2
+
+    def pad_id(self):
+        return 0
+
+
+# Its products are float16 in the learner, in the sampler and in the reference.
+class LowLlama(llama.Llama3):
+    __call__ = ols.autocast(llama.Llama3.__call__)
+
+
+def learn(kind, steps, bad=None):
+    """The learner after its steps; the reward is the share of the letter e."""
+    model_class = LowLlama if kind == "low" else llama.Llama3
+    actor, reference = (model_class(CONFIG, rngs=nnx.Rngs(0)) for _ in range(2))
+    optimizer = optax.adam(1e-2)
+    roles = rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    training_config = rl_cluster.RLTrainingConfig(
+        actor_optimizer=skipping(optimizer) if kind == "low" else optimizer,
+        eval_every_n_steps=1000,
+        max_steps=steps,
+        mini_batch_size=4,
+    )
+    cluster = rl_cluster.RLCluster(
+        actor=actor,
+        reference=reference,
+        tokenizer=Letters(),
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh=dict.fromkeys(roles, mesh),
+            training_config=training_config,
+            rollout_config=rollout.RolloutConfig(
+                max_tokens_to_generate=8,
+                max_prompt_length=4,
+                kv_cache_size=16,
+                temperature=1.0,
+            ),
+        ),
+    )
+
+    def reward(prompts, completions, **_):
+        pairs = zip(prompts, completions, strict=True)
+        return [text.count("e") / 8 if ask != "zzzz" else np.nan for ask, text in pairs]
+
+    learner = grpo.GRPOLearner(cluster, grpo.GRPOConfig(num_generations=8), reward)
+    trainer = cluster.actor_trainer
+    if kind == "low":
+        low = ols.scaled_backward(trainer.loss_fn, 2.0**12, has_aux=True)
+        trainer.with_loss_fn(low, has_aux=True)
+    letters = np.random.default_rng(0).integers(3, 29, (steps, 4, 4))
+    if bad is not None:
+        letters[bad] = Letters().encode("zzzz")
+    learner.train(
+        {"prompts": np.array([Letters().decode(row) for row in rows])}
+        for rows in letters
+    )
+    return cluster
+
+
+def logged(cluster, prefix, name):
+    history = cluster.actor_trainer.metrics_logger.get_metric_history
+    return np.asarray(history(prefix, name, "train"))
+
+
+@pytest.fixture
+def _threads_are_not_strict():
+    """The learner samples in a thread of its own, which no context manager reaches."""
+    loose = {
+        "jax_numpy_dtype_promotion": "standard",
+        "jax_numpy_rank_promotion": "allow",
+    }
+    for name, value in loose.items():
+        jax.config.update(name, value)
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.mark.usefixtures("_threads_are_not_strict")
+def test_grpo_learns_with_float16_products():
+    plain, low = learn("float32", 2), learn("low", 22)
+    norms = [logged(cluster, "actor", "grad_norm")[:2] for cluster in (low, plain)]
+    assert not np.array_equal(*norms)
+    np.testing.assert_allclose(*norms, rtol=1e-2)
+    rewards = logged(low, "rewards", "score/mean")
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.4
+
+
+@pytest.mark.usefixtures("_threads_are_not_strict")
+def test_a_nan_reward_of_grpo_changes_no_bit():
+    before, after = learn("low", 2), learn("low", 3, bad=2)
+    assert np.isnan(logged(after, "actor", "grad_norm")[2])
+    trainers = [cluster.actor_trainer for cluster in (before, after)]
+    skipped = ols.loss_scale_metrics(trainers[1].optimizer)["total_notfinite"]
+    assert skipped == 1
+    assert_same(*(trainer.model for trainer in trainers))
