@@ -204,7 +204,7 @@ def learn(kind, steps, bad=None):
 
     def reward(prompts, completions, **_):
         pairs = zip(prompts, completions, strict=True)
-        return [text.count("e") / 8 if ask != "zzzz" else np.nan for ask, text in pairs]
+        return [text.count("e") / 8 if ask != "zzzz" else np.inf for ask, text in pairs]
 
     learner = grpo.GRPOLearner(cluster, grpo.GRPOConfig(num_generations=8), reward)
     trainer = cluster.actor_trainer
@@ -252,7 +252,7 @@ def test_grpo_learns_with_float16_products():
 
 
 @pytest.mark.usefixtures("_threads_are_not_strict")
-def test_a_nan_reward_of_grpo_changes_no_bit():
+def test_an_infinite_reward_of_grpo_changes_no_bit():
     before, after = learn("low", 2), learn("low", 3, bad=2)
     assert np.isnan(logged(after, "actor", "grad_norm")[2])
     trainers = [cluster.actor_trainer for cluster in (before, after)]
