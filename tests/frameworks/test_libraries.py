@@ -79,18 +79,23 @@ def train(names, svi):
     return state, losses
 
 
-def test_numpyro_trains_as_in_float32():
-    names = section("NumPyro")
-    numpyro, guide = names["numpyro"], names["AutoNormal"]
-    assert set(dtypes_of(names["predict"], names["x"], jnp.ones(16))) == {"float16"}
+def linear_model(names, predict):
+    """The model of the page, with another function that computes its product."""
+    numpyro, dist = names["numpyro"], names["dist"]
 
     def model(x, y):
-        weights = numpyro.sample(
-            "w", names["dist"].Normal(0, 1).expand([16]).to_event(1)
-        )
+        weights = numpyro.sample("w", dist.Normal(0, 1).expand([16]).to_event(1))
         with numpyro.plate("data", names["N"], subsample_size=len(x)):
-            numpyro.sample("y", names["dist"].Normal(x @ weights, 0.1), obs=y)
+            numpyro.sample("y", dist.Normal(predict(x, weights), 0.1), obs=y)
 
+    return model
+
+
+def test_numpyro_trains_as_in_float32():
+    names = section("NumPyro")
+    guide = names["AutoNormal"]
+    assert set(dtypes_of(names["predict"], names["x"], jnp.ones(16))) == {"float16"}
+    model = linear_model(names, jnp.matmul)
     float32 = names["SVI"](model, guide(model), optax.adam(3e-2), names["Trace_ELBO"]())
     _, expected = train(names, float32)
     state, losses = train(names, names["svi"])
@@ -140,16 +145,33 @@ def test_a_model_of_numpyro_must_not_be_under_autocast():
 def test_penzai_keeps_parameters_and_moments_after_a_nan():
     names = section("Penzai")
     trainer, x, y = names["trainer"], names["x"], names["y"]
-    assert names["loss"] < 0.2 * jnp.var(y)
+    assert names["metrics"]["loss"] < 0.2 * jnp.var(y)
     freeze = names["pz"].freeze_params  # Arrays in place of variables.
-    model = freeze(trainer.model)
-    assert set(dtypes_of(names["predict"], model, x)) == {"float16"}
+    model, low = freeze(trainer.model), ols.autocast(names["loss_fn"])
+    assert set(dtypes_of(low, model, None, None, x, y)) == {"float16"}
 
     before = jax.tree.map(jnp.copy, trainer.state.value)
-    arguments = {"x": x.at[0, 0].set(jnp.nan), "y": y, "opt_state": before.opt_state}
-    assert np.isnan(trainer.step(**arguments)["loss"])
-    new = freeze(trainer.model), trainer.state.value.opt_state
-    assert_nothing_but_the_scale_changed(new, (model, before.opt_state))
+    assert np.isnan(trainer.step(x=x.at[0, 0].set(jnp.nan), y=y)["loss"])
+    assert_same_bits(freeze(trainer.model), model)
+    after = trainer.state.value.opt_state
+    assert_same_bits(after.inner_state, before.opt_state.inner_state)
+    assert ols.loss_scale_metrics(after)["total_notfinite"] == 1
+
+
+def test_numpyro_trains_without_the_adapter_by_a_scale_of_ones_own():
+    names = section("NumPyro")
+    predict = ols.scaled_backward(names["predict"], 2.0**-8, argnums=1)
+    model = linear_model(names, predict)
+    tx = ols.loss_scaled(optax.adam(3e-2), ols.static_loss_scale(1.0))
+    svi = names["SVI"](model, names["AutoNormal"](model), tx, names["Trace_ELBO"]())
+    state, losses = train(names, svi)
+    _, expected = train(names, names["svi"])
+    assert abs(losses.mean() - expected.mean()) < expected.std()
+    assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
+    bad = names["x"][: names["BATCH"]] * jnp.nan
+    after, loss = jax.jit(svi.update)(state, bad, names["y"][: names["BATCH"]])
+    assert np.isnan(loss)
+    assert_same_bits(svi.get_params(after), svi.get_params(state))
 
 
 def fit_flow(names, x, **settings):
