@@ -49,7 +49,7 @@ SECTIONS = [
     ("faq.md", "What does it cost?"),
     ("faq.md", "How much faster is float16?"),
     ("troubleshooting.md", "It is slower than before"),
-    ("../README.md", "What it gains and costs"),
+    ("../README.md", "Limits"),
 ]
 
 
