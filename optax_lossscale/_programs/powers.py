@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives as p
 
+from optax_lossscale._ground.cotangents import same_value_p
 from optax_lossscale._programs.jax_internals import (
     name_p,
     optimization_barrier_p,
@@ -178,6 +179,7 @@ _operations(
 )
 _operations(lambda inputs, _: _one_of(inputs), p.clamp_p, p.max_p, p.min_p)
 _operations(lambda inputs, _: _one_of(inputs[1:]), p.select_n_p)
+_operations(lambda inputs, _: inputs[0], same_value_p)
 _operations(lambda inputs, _: _sum(inputs[:2]), p.dynamic_update_slice_p)
 _operations(
     lambda inputs, _: _sum([inputs[0], inputs[2]]),

@@ -9,14 +9,11 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from optax_lossscale._ground.checks import check_scale
+from optax_lossscale._ground.cotangents import with_cotangent
 from optax_lossscale._ground.nnx import modules_of, states_of, updated
-from optax_lossscale._ground.tree import is_floating, map_floating
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
@@ -53,8 +50,9 @@ def scaled_backward(
         them reaches them.
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.
-      argnums: All arguments that will be differentiated, each a tree of parameters in
-        float32 or wider. They may be passed by name.
+      argnums: The arguments with parameters, each a tree in float32 or wider. They may
+        be passed by name. The gradients of other arguments are the true ones, too, but
+        not those of modules among them and of what `fun` closes over.
       has_aux: Whether `fun` returns a pair.
 
     Returns:
@@ -92,14 +90,14 @@ def scaled_backward(
         result = fun(*own, **named)
         restore()
         if not has_aux:
-            return _with_cotangent(result, number, scale_leaves)
+            return with_cotangent(result, number, scale_leaves)
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 "with `has_aux=True`, `fun` must return a pair of the loss and "
                 f"auxiliary data, got {type(result).__name__}."
             )
         loss, aux = result
-        return _with_cotangent(loss, number, scale_leaves), aux
+        return with_cotangent(loss, number, scale_leaves), aux
 
     return same_fun
 
@@ -127,18 +125,26 @@ def _with_unscaled(
     kwargs: dict[str, Any],
     factor: jax.Array,
 ) -> tuple[list[Any], dict[str, Any], Callable[[], None]]:
-    """The arguments, of which some have cotangents that the scale is divided out of.
+    """The arguments, with cotangents that the scale is divided out of.
 
-    Modules are changed in place, so the last result is a function that changes them
-    back, but for what was changed since.
+    Modules of `argnums` are changed in place, so the last result is a function that
+    changes them back, but for what was changed since. Other modules stay.
     """
-    positional, named, undo = list(args), dict(kwargs), list[Callable[[], None]]()
-    for number in argnums:
-        place, holder = _place_of(fun, number, positional, named)
-        holder[place], back = _in_modules(
-            lambda tree: _with_cotangent(tree, factor, _unscale_leaves), holder[place]
+    places = [_place_of(fun, number, args, kwargs) for number in argnums]
+    undo: list[Callable[[], None]] = []
+
+    def unscaled(place: int | str, arg: PyTree) -> PyTree:
+        if place not in places:
+            is_plain = not modules_of(arg)
+            return with_cotangent(arg, factor, unscale_leaves) if is_plain else arg
+        arg, back = _in_modules(
+            lambda tree: with_cotangent(tree, factor, _unscale_leaves), arg
         )
         undo.append(back)
+        return arg
+
+    positional = [unscaled(place, arg) for place, arg in enumerate(args)]
+    named = {name: unscaled(name, arg) for name, arg in kwargs.items()}
 
     def restore() -> None:
         for back in undo:
@@ -148,11 +154,11 @@ def _with_unscaled(
 
 
 def _place_of(
-    fun: Callable[..., Any], number: int, args: list[Any], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Where an argument is: its index in a list, or its name in a dict."""
+    fun: Callable[..., Any], number: int, args: Sequence[Any], kwargs: dict[str, Any]
+) -> int | str:
+    """Where an argument is: its index, or its name."""
     if -len(args) <= number < len(args):
-        return number, args
+        return number % len(args)
     names = list(inspect.signature(fun).parameters)
     name = names[number] if number < len(names) else None
     if name not in kwargs:
@@ -160,7 +166,7 @@ def _place_of(
             f"`fun` must be given its argument {number}, which is differentiated, got "
             f"{len(args)} arguments and {sorted(kwargs) or 'no names'}."
         )
-    return name, kwargs
+    return name
 
 
 def _in_modules(
@@ -193,71 +199,3 @@ def _unscale_leaves(leaves: list[jax.Array], loss_scale: jax.Array) -> list[jax.
             )
     unscaled: list[jax.Array] = unscale_leaves(leaves, loss_scale)
     return unscaled
-
-
-# --- A cotangent that is multiplied -----------------------------------------------
-
-_Change = Callable[[list[jax.Array], jax.Array], list[jax.Array]]
-
-
-def _with_cotangent(tree: PyTree, factor: jax.Array, change: _Change) -> PyTree:
-    """The same tree. In the backward pass the cotangents of its leaves are changed."""
-
-    def bind(leaves: list[ArrayLike], factor: jax.Array) -> list[jax.Array]:
-        settings = {"change": change, "is_tangent": False}
-        return [_same_p.bind(jnp.asarray(x), factor, **settings) for x in leaves]
-
-    return map_floating(bind, tree, factor, is_mapped=_is_floating_array)
-
-
-def _is_floating_array(leaf: object) -> bool:
-    """Whether it can be differentiated: JAX traces even a number, if it is to be."""
-    return isinstance(leaf, jax.Array) and is_floating(leaf)
-
-
-# `jax.custom_derivatives.linear_call` is much the same, but has no rule for `vmap`, and
-# changes the cotangents of a second backward pass too.
-_same_p = core.Primitive("same_value")
-_same_p.def_impl(lambda x, factor, **_: x)
-_same_p.def_abstract_eval(lambda x, factor, **_: x)
-_lowering = mlir.lower_fun(lambda x, factor, **_: x, multiple_results=False)
-mlir.register_lowering(_same_p, _lowering)
-
-
-def _jvp(
-    primals: Any, tangents: Any, *, change: _Change, is_tangent: bool
-) -> tuple[jax.Array, Any]:
-    """Of the value and its first derivative, only the latter is changed on its way."""
-    (x, factor), (dx, _) = primals, tangents
-    bind = functools.partial(_same_p.bind, change=change, is_tangent=True)
-    if is_tangent:
-        return bind(x, factor), dx
-    return x, dx if type(dx) is ad.Zero else bind(dx, factor)
-
-
-def _transpose(
-    cotangent: Any, _: Any, factor: jax.Array, *, change: _Change, is_tangent: bool
-) -> list[Any]:
-    if type(cotangent) is ad.Zero:
-        return [cotangent, None]
-    for _ in range(factor.ndim):  # In a batch, each entry has a factor.
-        change = jax.vmap(change)
-    (changed,) = change([cotangent], factor)
-    return [lax.convert_element_type(changed, cotangent.dtype), None]
-
-
-def _batch(args: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
-    """The axes of the factor, which are those of batches, come first in the array."""
-    (x, factor), (x_axis, factor_axis) = args, axes
-    place = factor.ndim
-    if factor_axis is not None:
-        place, size = 0, factor.shape[factor_axis]
-        factor = jnp.moveaxis(factor, factor_axis, 0)
-        if x_axis is None:
-            x, x_axis = jnp.broadcast_to(x, (size, *x.shape)), 0
-    return _same_p.bind(jnp.moveaxis(x, x_axis, place), factor, **settings), place
-
-
-ad.primitive_jvps[_same_p] = _jvp
-ad.primitive_transposes[_same_p] = _transpose
-batching.primitive_batchers[_same_p] = _batch

@@ -15,6 +15,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.files import ROOT
 from helpers.pages import run_section
 from helpers.steps import assert_nothing_but_the_scale_changed
 from helpers.under_autocast import dtypes_of
@@ -180,6 +181,21 @@ def test_fit_learns_as_in_float32_with_products_in_float16():
     ]
     low = dtypes_of(model.stateless_call, *values, names["x"])
     assert low == ["float16", "float16"]
+
+
+def test_a_guard_keeps_nan_out_of_the_moving_averages_of_fit():
+    model = new_model("float32")
+    page = (ROOT / "docs/frameworks.md").read_text()
+    guard = re.search(
+        r"^low_call = .*?^model\.stateless_call = .*?$", page, re.M | re.S
+    )
+    exec(guard[0], {"ols": ols, "jnp": jnp, "model": model})
+    x, y = fitted()["x"][:32], fitted()["y"][:32]
+    for bad in (x, np.where(np.arange(32)[:, None] == 7, np.nan, x)):
+        old = [np.asarray(v.value) for v in model.non_trainable_variables]
+        model.fit(bad, y, verbose=0)
+    assert_same_bits([np.asarray(v.value) for v in model.non_trainable_variables], old)
+    assert not np.array_equal(old[0], np.zeros_like(old[0]))
 
 
 def test_a_nan_batch_of_fit_changes_no_trainable_variable():

@@ -14,6 +14,7 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.pages import run_section
 
+rejax = pytest.importorskip("rejax", reason="needs rejax")
 rejax_ppo = pytest.importorskip("rejax.algos.ppo", reason="needs rejax")
 
 
@@ -59,6 +60,28 @@ def test_gradients_of_both_networks_are_those_of_float32():
         assert not np.array_equal(low, plain)
         error = np.linalg.norm(low - plain) / np.linalg.norm(plain)
         assert error < 0.01
+
+
+def test_sac_whose_critic_is_differentiated_by_the_action_skips_no_step():
+    half, skipping = names()["HalfPrecision"], names()["skipping"]
+    sac = rejax.SAC.create(
+        env="Pendulum-v1",
+        total_timesteps=400,
+        eval_freq=400,
+        num_envs=4,
+        fill_buffer=100,
+        buffer_size=500,
+        batch_size=32,
+    )
+    sac = sac.replace(actor=half(sac.actor), critic=half(sac.critic))
+    state = sac.init_state(jax.random.key(0))
+    every = ("actor_ts", "critic_ts", "alpha_ts")
+    state = state.replace(**{name: skipping(getattr(state, name)) for name in every})
+    state, _ = jax.jit(sac.train)(train_state=state)
+    for name in every:
+        metrics = ols.loss_scale_metrics(getattr(state, name))
+        assert metrics["total_notfinite"] == 0, name
+        assert ols.find_loss_scale_state(getattr(state, name)).step_count > 10
 
 
 def test_minibatches_with_a_nan_change_no_bit():

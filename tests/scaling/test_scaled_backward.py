@@ -202,6 +202,29 @@ def test_several_arguments():
     assert_same_bits(jax.grad(inside, (0, 2))(*args), expected)
 
 
+def test_the_gradient_of_an_argument_that_was_not_named_is_the_true_one():
+    for x in (X, X.astype(jnp.float16)):
+        expected = jax.grad(loss_fn, (0, 1))(PARAMS, x)
+        assert_same_bits(jax.grad(INSIDE, (0, 1))(PARAMS, x), expected)
+    by_name = jax.grad(lambda x: INSIDE(PARAMS, x=x))(X)
+    assert_same_bits(by_name, jax.grad(loss_fn, 1)(PARAMS, X))
+
+
+def test_two_networks_behind_each_other_are_each_scaled_once():
+    """As an actor and its critic, which is differentiated by the action."""
+    actor, critic = (
+        ols.scaled_backward(fun, scale)
+        for fun, scale in ((lambda p, x: jnp.tanh(x @ p["w"]), SCALE), (loss_fn, 8.0))
+    )
+    critic_params = {"w": jnp.ones((2, 1)), "b": jnp.zeros(1)}
+
+    def through(actor, critic):
+        return lambda params: critic(critic_params, actor(params, X))
+
+    plain = through(lambda p, x: jnp.tanh(x @ p["w"]), loss_fn)
+    assert_same_bits(jax.grad(through(actor, critic))(PARAMS), jax.grad(plain)(PARAMS))
+
+
 # --- Models -----------------------------------------------------------------------
 
 
