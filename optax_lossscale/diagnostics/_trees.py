@@ -295,7 +295,8 @@ def suggest_init_scale(
     Returns:
       `f32[]`, dimensionless, from `2**-126` to `2**126`. It is `2**15`, the default of
       the rules, if all entries are zero, and NaN, which every rule refuses, if an entry
-      is nonfinite.
+      is nonfinite. For tiny gradients it is above the `max_scale` of a rule, which is
+      `2**24` unless you change it.
 
     Raises:
       TypeError: If `dtype` is not a floating dtype.
