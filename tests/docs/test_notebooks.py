@@ -45,15 +45,10 @@ def test_a_notebook_prints_the_output_that_is_stored_in_it(path):
     stored = read(path)
     executed = copy.deepcopy(stored)
     nbclient.NotebookClient(executed, timeout=300, kernel_name="python3").execute()
-    # From one CPU to another a share, as of accuracy, may differ by one percent, and
-    # a number of two digits, such as a loss at the end of a run, in its last digit.
-    share, number = re.compile(r" *(\d+)%"), re.compile(r"\b(\d\.\de[+-]\d\d)\b")
-    texts = [printed(notebook) for notebook in (executed, stored)]
-    one, other = (number.sub("", share.sub("%", text)) for text in texts)
-    assert one == other
-    numbers = [np.asarray(number.findall(text), float) for text in texts]
-    np.testing.assert_allclose(*numbers, rtol=0.1)
-    shares = [share.findall(text) for text in texts]
+    # A share such as an accuracy may differ by one percent from one CPU to another.
+    share = re.compile(r" *(\d+)%")
+    assert share.sub("%", printed(executed)) == share.sub("%", printed(stored))
+    shares = [share.findall(printed(notebook)) for notebook in (executed, stored)]
     differences = np.abs(np.subtract(*np.asarray(shares, int)))
     if path.stem in OF_CHANCE:
         assert differences[OF_CHANCE[path.stem]] <= 10
