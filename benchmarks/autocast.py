@@ -1,7 +1,7 @@
 """Shows what autocast does to models, and to whole training steps on GPU and TPU.
 
     python benchmarks/autocast.py [--models NAME ...]
-                                  [--platforms v100 cuda tpu] [--json FILE]
+                                  [--platforms v100 cuda tpu] [--record]
 
 The tables of whole steps need the compilers (`pip install libtpu 'jax[cuda12]'`), but
 no GPU and no TPU. With `--platforms` and no name after it they are left out.
@@ -20,10 +20,9 @@ from _lib.devices import DEVICE_NAMES, device_of, use_host_cpu
 from _lib.models import MODELS, Case
 from _lib.plain_models import MODELS as STEPS
 from _lib.steps import run_ours, with_wide_gradients
-from _lib.tables import print_tables, versions
+from _lib.tables import add_outputs, publish, versions
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
 from optax_lossscale._programs.jaxprs import equations_of
-from optax_lossscale.plotting._files import check_output_file
 
 LOSS_SCALE = 2.0**10
 
@@ -131,11 +130,9 @@ def step_rows(platform: str) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON if asked to."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     parser.add_argument(
         "--platforms",
         nargs="*",
@@ -157,7 +154,7 @@ def main() -> None:
     for platform in arguments.platforms:
         name = f"Whole steps, compiled for {DEVICE_NAMES[platform]}"
         tables[name] = step_rows(platform)
-    print_tables(f"{versions()}; loss scale {LOSS_SCALE:g}", tables, arguments.json)
+    publish(f"{versions()}; loss scale {LOSS_SCALE:g}", tables, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times tracing and calls outside `jit` under autocast, against the plain function.
 
-    python benchmarks/autocast_speed.py [--layers 24] [--rounds 7] [--json FILE]
+    python benchmarks/autocast_speed.py [--layers 24] [--rounds 7] [--record]
 
 Each time is the median of some rounds, in which the two take turns.
 """
@@ -18,8 +18,7 @@ from flax import nnx
 import optax_lossscale as ols
 from _lib.devices import use_host_cpu
 from _lib.models import Encoder
-from _lib.tables import print_tables, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 WIDTH, HEADS, BATCH, LENGTH = 64, 4, 4, 32
 Case = tuple[Callable[..., jax.Array], Any, jax.Array]
@@ -174,20 +173,18 @@ def eager_rows(rounds: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON if asked to."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     arguments = parser.parse_args()
     use_host_cpu()
     tables = {
         "Tracing the gradient": tracing_rows(arguments.layers, arguments.rounds),
         "Calls outside jit": eager_rows(arguments.rounds),
     }
-    print_tables(f"{versions()}; {arguments.layers} layers", tables, arguments.json)
+    publish(f"{versions()}; {arguments.layers} layers", tables, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Shows in which dtype gradients cross devices, in three tables.
 
-    python benchmarks/collectives.py [--platforms cpu tpu cuda] [--quick] [--json FILE]
+    python benchmarks/collectives.py [--platforms cpu tpu cuda] [--quick] [--record]
 
 The programs for a TPU need its compiler (`pip install libtpu`), those for an NVIDIA GPU
 need NVIDIA's (`pip install 'jax[cuda12]'`); neither needs the device. `--quick`
@@ -27,8 +27,7 @@ import optax_lossscale as ols
 from _lib.compiled_text import Sent, sent_arrays
 from _lib.devices import DEVICE_NAMES, devices_of, use_host_cpu
 from _lib.models import Decoder, next_token_loss
-from _lib.tables import print_tables, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 DEVICES = {"cpu": 4, "tpu": 64, "cuda": 8}
 HEADS, WIDTH = 4, 256
@@ -361,7 +360,7 @@ def relative_error(grads: Tree, exact: Tree) -> float:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON if asked to."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--platforms",
@@ -370,9 +369,7 @@ def main() -> None:
         default=list(DEVICES),
         help="compile for these platforms (default: all)",
     )
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -395,7 +392,7 @@ def main() -> None:
         "The whole step": [row for name in platforms for row in step_rows(name)],
         "Error": error_rows(problems, counts),
     }
-    print_tables(versions(), tables, arguments.json)
+    publish(versions(), tables, arguments)
 
 
 if __name__ == "__main__":

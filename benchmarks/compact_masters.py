@@ -1,6 +1,6 @@
 """Compares full and compact float32 masters: memory, bytes of an update, time on a CPU.
 
-    python benchmarks/compact_masters.py [--platforms cpu tpu cuda] [--json FILE]
+    python benchmarks/compact_masters.py [--platforms cpu tpu cuda] [--record]
 
 The script needs no TPU and no GPU, only their compilers: `pip install libtpu
 'jax[cuda12]'`. Bytes, kernels and temporary memory are those of the compiled update by
@@ -19,10 +19,9 @@ import optax_lossscale as ols
 from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
 from _lib.large_models import MODELS
-from _lib.tables import print_tables, versions
+from _lib.tables import add_outputs, publish, versions
 from _lib.update_times import make_inputs, make_program, median_ratios
 from _lib.updates import OPTIMIZERS, Way, bare, loss_scaled
-from optax_lossscale.plotting._files import check_output_file
 
 MODEL = "GPT, 125 M"
 LEAVES, SIZE = 60, 100_000
@@ -144,12 +143,10 @@ def time_rows() -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON if asked to."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_platforms(parser)
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     arguments = parser.parse_args()
     use_host_cpu()
     tables = {
@@ -157,7 +154,7 @@ def main() -> None:
         f"One update, {LEAVES} leaves of {SIZE}": byte_rows(arguments.platforms),
         "The same update with loss scaling, on this CPU": time_rows(),
     }
-    print_tables(versions(), tables, arguments.json)
+    publish(versions(), tables, arguments)
 
 
 if __name__ == "__main__":

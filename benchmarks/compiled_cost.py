@@ -1,6 +1,6 @@
 """Compares what loss scaling adds to a step compiled for CPU, TPU and GPU: one table.
 
-    python benchmarks/compiled_cost.py [--platforms cpu tpu cuda] [--json FILE]
+    python benchmarks/compiled_cost.py [--platforms cpu tpu cuda] [--record]
 
 The script needs no TPU and no GPU, only their compilers: `pip install libtpu
 'jax[cuda12]'`. It runs nothing: bytes, kernels and temporary memory are those of the
@@ -9,7 +9,6 @@ read of the gradients.
 """
 
 import argparse
-import json
 from typing import Any
 
 import jax
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 
 from _lib.costs import Cost, compile_step
 from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
-from _lib.tables import print_table, versions
+from _lib.tables import add_outputs, publish, versions
 from _lib.updates import OPTIMIZERS, WAYS, shape_of
-from optax_lossscale.plotting._files import check_output_file
 
 
 def cost(
@@ -79,12 +77,10 @@ def platform_rows(platform: str, quick: bool) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the table, and writes it as JSON if asked to."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_platforms(parser)
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the table to a file"
-    )
+    add_outputs(parser)
     parser.add_argument(
         "--quick", action="store_true", help="compile only AdamW with 60 leaves"
     )
@@ -93,13 +89,10 @@ def main() -> None:
     rows = []
     for platform in arguments.platforms:
         rows += platform_rows(platform, arguments.quick)
-    print(
-        f"{versions()}; limit: the bare optimizer and one more read of the gradients\n"
+    title = (
+        f"{versions()}; limit: the bare optimizer and one more read of the gradients"
     )
-    print_table(rows)
-    if arguments.json is not None:
-        tables = {"versions": versions(), "rows": rows}
-        arguments.json.write_text(json.dumps(tables, indent=1))
+    publish(title, {"The update": rows}, arguments)
 
 
 if __name__ == "__main__":

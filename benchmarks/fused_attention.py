@@ -1,13 +1,12 @@
 """Compiles a transformer block for an H200, with fused attention and without it.
 
-    python benchmarks/fused_attention.py [--json FILE]
+    python benchmarks/fused_attention.py [--record]
 
 It needs NVIDIA's compiler (`pip install 'jax[cuda12]'`) but no GPU.
 """
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ from jax.sharding import SingleDeviceSharding
 import optax_lossscale as ols
 from _lib.compiled_text import bytes_and_kernels
 from _lib.devices import device_of, use_host_cpu
-from _lib.tables import print_table, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 BATCH, LENGTH, HEADS, HEAD = 2, 1024, 4, 64
 WIDTH = HEADS * HEAD
@@ -95,18 +93,13 @@ def row(way: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints the table, and writes it as JSON if asked to."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the table to a file"
-    )
+    add_outputs(parser)
     arguments = parser.parse_args()
     use_host_cpu()
-    rows = [row(way) for way in WAYS]
-    print(f"{versions()}; batch {BATCH}, length {LENGTH}, {HEADS} heads of {HEAD}\n")
-    print_table(rows)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    title = f"{versions()}; batch {BATCH}, length {LENGTH}, {HEADS} heads of {HEAD}"
+    publish(title, {"A transformer block": [row(way) for way in WAYS]}, arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Searches histories in which headroom_loss_scale makes updates of zeros.
 
-    python benchmarks/hardest_histories.py [--generations N] [--seed N] [--json FILE]
+    python benchmarks/hardest_histories.py [--generations N] [--seed N] [--record]
 
 A hill climb over histories of bad batches and gradient magnitudes. Torch's rule makes
 no update of zeros in any of them: magnitudes are chosen relative to its scale. One
@@ -8,15 +8,13 @@ search is for magnitudes of at most 30 bits, one for all that float16 has.
 """
 
 import argparse
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import optax_lossscale as ols
-from _lib.tables import print_table, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 STEPS, HISTORIES, KEPT = 1500, 128, 16
 TOP = np.log2(65504.0)
@@ -122,17 +120,12 @@ def climb(
 
 
 def main() -> None:
-    """Prints the table, and writes it as JSON if asked to."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--generations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the table to a file"
-    )
+    add_outputs(parser)
     arguments = parser.parse_args()
-    print(
-        f"{versions()}; {STEPS} steps, of which torch's rule makes no update of zeros\n"
-    )
     rows = []
     for name, symbols in (("30 bits", NARROW), ("all of float16", WIDE)):
         for goal, wanted in enumerate(["in a row", "in all"]):
@@ -141,9 +134,10 @@ def main() -> None:
             )
             row = {"magnitudes": name, "searched for most": wanted}
             rows.append(row | {"zeros in a row": longest, "in all": total})
-    print_table([{key: str(value) for key, value in row.items()} for row in rows])
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    title = (
+        f"{versions()}; {STEPS} steps, in which torch's rule makes no update of zeros"
+    )
+    publish(title, {"Updates of zeros by headroom_loss_scale": rows}, arguments)
 
 
 if __name__ == "__main__":

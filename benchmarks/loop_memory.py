@@ -1,6 +1,6 @@
 """Shows what loops over layers save for their backward pass: one table.
 
-    python benchmarks/loop_memory.py [--json FILE]
+    python benchmarks/loop_memory.py [--record]
 
 A layer is the body of a `jax.lax.scan`. Of its gradient, compiled for the CPU, the
 temporary bytes are counted, for each entry of the carry in each iteration.
@@ -8,7 +8,6 @@ temporary bytes are counted, for each entry of the carry in each iteration.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Callable
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 
 import optax_lossscale as ols
 from _lib.devices import use_host_cpu
-from _lib.tables import print_tables, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 LAYERS, BATCH, WIDTH = 64, 2048, 64
 SEQUENCES = 32  # Of attention; each has BATCH / SEQUENCES tokens.
@@ -85,12 +83,10 @@ def _recomputed(body: Callable[[Array, Array], Array]) -> Callable[..., Array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=check_output_file, help="also write JSON here")
-    args = parser.parse_args()
+    add_outputs(parser)
+    arguments = parser.parse_args()
     use_host_cpu()
-    file: pathlib.Path | None = args.json
-    rows = list(map(row_of, BODIES))
-    print_tables(versions(), {"Bytes an entry": rows}, file)
+    publish(versions(), {"Bytes an entry": list(map(row_of, BODIES))}, arguments)
 
 
 if __name__ == "__main__":

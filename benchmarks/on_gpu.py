@@ -36,7 +36,7 @@ from _lib.costs import compile_step
 from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure, random_like
 from _lib.steps import Step, batch_size, fitting, make_step, with_batch
-from _lib.tables import print_tables, versions
+from _lib.tables import text_of, versions
 from _lib.update_times import compare
 from optax_lossscale.plotting._files import check_output_file
 
@@ -232,7 +232,7 @@ def report(file: pathlib.Path) -> None:
     results = read(file)
     results["tables"] |= tables_of_tests(file.parent)
     write(file, results)
-    print_tables(results["title"], results["tables"], None)
+    print(text_of(results["title"], results["tables"]))
 
 
 def main() -> None:

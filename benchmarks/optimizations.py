@@ -1,6 +1,6 @@
 """Takes one optimization out at a time, and shows what the step then costs.
 
-    python benchmarks/optimizations.py [--platforms cpu tpu cuda] [--json FILE]
+    python benchmarks/optimizations.py [--platforms cpu tpu cuda] [--record]
 
 A row is an update by AdamW from float16 gradients. On a CPU its time is measured, and
 divided by that of the bare optimizer, as in `step_overhead.py`. For a TPU and a GPU it
@@ -35,11 +35,10 @@ from _lib.devices import (
     devices_of,
     use_host_cpu,
 )
-from _lib.tables import print_tables, versions
+from _lib.tables import add_outputs, publish, versions
 from _lib.update_times import eager_ratio, make_inputs, make_program, median_ratios
 from _lib.updates import SHAPES, Way, bare, loss_scaled, shape_of
 from optax_lossscale._scaling import finite, masking, rules, scale, transform
-from optax_lossscale.plotting._files import check_output_file
 
 ADAMW = optax.adamw(1e-3)
 LEAVES = {
@@ -163,13 +162,11 @@ def collective_rows(platforms: list[str]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON if asked to."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_platforms(parser)
     parser.add_argument("--leaves", choices=LEAVES, nargs="+", default=list(LEAVES))
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     arguments = parser.parse_args()
     use_host_cpu()
     rows = [x for name in arguments.leaves for x in rows_of(name, arguments.platforms)]
@@ -180,7 +177,7 @@ def main() -> None:
         "Outside jit": eager_rows() if is_timed else [],
         "Eight devices": collective_rows(meshes) if meshes else [],
     }
-    print_tables(versions(), tables, arguments.json)
+    publish(versions(), tables, arguments)
 
 
 if __name__ == "__main__":

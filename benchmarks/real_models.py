@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
-from _lib.tables import print_table, versions
+from _lib.tables import table_of, versions
 from optax_lossscale.plotting._axes import STYLES
 
 BENCHMARKS = pathlib.Path(__file__).parent
@@ -244,7 +244,7 @@ def main() -> None:
         runs = [run for run in recorded if run["task"] == name]
         if runs:
             print(f"\n#### {name}\n")
-            print_table(rows_of(TASKS[name], runs))
+            print(table_of(rows_of(TASKS[name], runs)))
             draw(TASKS[name], runs, BENCHMARKS / TASKS[name].folder / f"{name}.png")
 
 

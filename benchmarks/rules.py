@@ -1,6 +1,6 @@
 """Runs every rule on traces of gradient magnitudes: four tables and a picture.
 
-    python benchmarks/rules.py [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/rules.py [--quick] [--record] [--plot FILE]
 
 A trace gives log2 of the gradients' largest magnitude at each step. A rule skips a step
 if this magnitude times the scale exceeds float16's largest value; if the product is
@@ -12,7 +12,6 @@ at many times and levels, the fourth activations larger than the parameters' gra
 
 import argparse
 import functools
-import json
 import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -24,12 +23,13 @@ import numpy as np
 from jax.scipy.stats import norm
 
 import optax_lossscale as ols
-from _lib.tables import print_table, versions
+from _lib.tables import add_outputs, publish, versions
 from optax_lossscale.plotting._axes import BLUE, RED
-from optax_lossscale.plotting._files import check_output_file, check_picture_file
+from optax_lossscale.plotting._files import check_picture_file
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
+FIGURES = "skips / unused bits / steps to scale / flushed to zero"
 RECORDED = pathlib.Path(__file__).with_name("traces.npz")
 PRESETS = ["torch", "keras", "tf_keras", "mindspore_fixed", "mindspore_dynamic"]
 PRESETS += ["flax", "jmp", "apex", "megatron", "deepspeed", "fairseq"]
@@ -161,7 +161,7 @@ def nan_histories() -> dict[str, np.ndarray]:
 
 
 def nan_table() -> list[dict[str, str]]:
-    """Prints a table of bad batches, at levels from 0 to 30 bits below the top."""
+    """Returns a table of bad batches, at levels from 0 to 30 bits below the top."""
     rng = np.random.default_rng(1)
     levels = np.repeat(np.arange(0, 31, 3), 2)[:, None]
     noise = (
@@ -199,12 +199,11 @@ def nan_table() -> list[dict[str, str]]:
             f"{more[0]:.2f} / {100 * more[1]:.2f} / {100 * more[2]:.2f}"
         )
         rows.append(row)
-    print_table(rows)
     return rows
 
 
 def activations_table(traces: dict[str, Trace]) -> list[dict[str, str]]:
-    """Prints a table of traces in which activations overflow before the parameters."""
+    """Returns a table of traces in which activations overflow before the parameters."""
     rows = []
     for more_bits in (8.0, 12.0):
         for kind in ("stationary", "decaying 8 bits", "sudden rise of 9 bits"):
@@ -217,7 +216,6 @@ def activations_table(traces: dict[str, Trace]) -> list[dict[str, str]]:
                 skips = np.mean(np.sum(~applied, axis=1))
                 row[name] = f"{skips:.1f} / {np.mean(unused[applied]):.1f}"
             rows.append(row)
-    print_table(rows)
     return rows
 
 
@@ -241,19 +239,15 @@ def run_all(names: Iterable[str], traces: dict[str, Trace]) -> Runs:
     return of_rules
 
 
-def table(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
-    """Prints a table with a line for each rule, and returns its figures."""
-    results = {
-        name: {kind: measure(traces[kind], *of_kind) for kind, of_kind in row.items()}
-        for name, row in runs.items()
-    }
-    print_table(
-        [
-            {"rule": name, **{kind: cell(result) for kind, result in row.items()}}
-            for name, row in results.items()
-        ]
-    )
-    return results
+def table(traces: dict[str, Trace], runs: Runs) -> list[dict[str, str]]:
+    """Returns a table with a row for each rule."""
+    rows = []
+    for name, of_rule in runs.items():
+        row = {"rule": name}
+        for kind, of_kind in of_rule.items():
+            row[kind] = cell(measure(traces[kind], *of_kind))
+        rows.append(row)
+    return rows
 
 
 def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
@@ -296,32 +290,31 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Prints the tables, and writes them as JSON and as a picture if asked to."""
+    """Prints the tables, and draws the picture if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     parser.add_argument(
         "--plot", type=check_picture_file, help="draw the picture to a file"
     )
     parser.add_argument("--quick", action="store_true", help="run two rules only")
     arguments = parser.parse_args()
-    print(f"{versions()}; skips / unused bits / steps to scale / flushed to zero\n")
     traces, recorded = synthetic_traces(), recorded_traces()
     names = list(COMPARED) if arguments.quick else list(RULES)
     runs, recorded_runs = run_all(names, traces), run_all(names, recorded)
-    results = {"synthetic": table(traces, runs)}
-    print()
-    results["recorded"] = table(recorded, recorded_runs)
-    print("\nBad batches; unused bits / flushed to zero / updates that are all zero\n")
-    results["bad batches"] = nan_table()
-    print("\nActivations that overflow before the parameters; skips / unused bits\n")
-    results["activations"] = activations_table(traces)
+    tables = {
+        f"Made-up histories: {FIGURES}": table(traces, runs),
+        f"Recorded histories: {FIGURES}": table(recorded, recorded_runs),
+        "Bad batches: unused bits / flushed to zero / updates that are all zero": (
+            nan_table()
+        ),
+        "Activations that overflow first: skips / unused bits": (
+            activations_table(traces)
+        ),
+    }
+    publish(versions(), tables, arguments)
     if arguments.plot is not None:
         every_run = {name: runs[name] | recorded_runs[name] for name in COMPARED}
         plot(traces | recorded, every_run, arguments.plot)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,34 @@
-"""Measures what loss scaling adds to an optimizer step on this machine: two tables.
+"""Measures what loss scaling adds to an optimizer step on this machine: three tables.
 
-    python benchmarks/step_overhead.py [--json FILE] [--leaves 60] [--size 100000]
+    python benchmarks/step_overhead.py [--record] [--leaves 60] [--size 100000]
 
 All ways run in one process, with parameters and state donated. In each round every way
 takes two steps, and the second one is timed and divided by the bare optimizer's time.
-The table gives the median of this ratio over all rounds.
+The tables give the median of this ratio over all rounds.
 """
 
 import argparse
-import json
 
 import jax.numpy as jnp
 
-from _lib.tables import print_table, versions
+from _lib.tables import add_outputs, publish, versions
 from _lib.update_times import compare, eager_ratio, make_inputs
 from _lib.updates import OPTIMIZERS, SHAPES, WAYS, WITH_CALLBACKS, shape_of
-from optax_lossscale.plotting._files import check_output_file
 
 
 def main() -> None:
-    """Prints the two tables, and writes them as JSON if asked to."""
+    """Prints the three tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     parser.add_argument("--leaves", type=int, default=60, help="number of arrays")
     parser.add_argument("--size", type=int, default=100_000, help="entries of an array")
-    parser.add_argument("--quick", action="store_true", help="print one table only")
+    parser.add_argument("--quick", action="store_true", help="leave out the last table")
     arguments = parser.parse_args()
     leaves = f"{arguments.leaves} x {arguments.size}"
 
-    print(f"{versions()}; times over the bare optimizer's\n")
     rows = compare("adamw", jnp.float16, leaves, [*WAYS, *WITH_CALLBACKS], 3)
-    print_table(rows)
     shapes = [shape_of(arguments.size)] * arguments.leaves
     eager = eager_ratio(*make_inputs(shapes, jnp.float16))
-    print(f"\n`update` outside `jit`, AdamW: {eager:.2f}\n")
 
     cases = [(name, jnp.float16, leaves) for name in OPTIMIZERS]
     cases += [("adamw", dtype, leaves) for dtype in (jnp.bfloat16, jnp.float32)]
@@ -54,10 +47,12 @@ def main() -> None:
     if matrix:
         ways = [ours[0], "one read alone"]
         matrix += [compare("adamw", jnp.float32, x, ways, 1)[1] for x in SHAPES]
-        print_table(matrix)
-    if arguments.json is not None:
-        tables = {"versions": versions(), "eager": eager, "rows": rows + matrix}
-        arguments.json.write_text(json.dumps(tables, indent=1))
+    tables = {
+        "Ways to scale the loss": rows,
+        "Outside jit": [{"way": ours[1], "optimizer": "adamw", "time": f"{eager:.2f}"}],
+        "Other optimizers, dtypes and leaves": matrix,
+    }
+    publish(f"{versions()}; times over the bare optimizer's", tables, arguments)
 
 
 if __name__ == "__main__":

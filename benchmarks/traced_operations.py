@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax_lossscale as ols
 from _lib import plain_models
 from _lib.models import Decoder, next_token_loss, random_key
-from _lib.tables import print_table, versions
+from _lib.tables import add_outputs, publish, versions
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -66,8 +66,9 @@ def plain_case(model: str) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_outputs(parser)
     parser.add_argument("--batch", type=int, default=2, help="how many sequences")
     parser.add_argument("--length", type=int, default=64, help="tokens in each")
     parser.add_argument("--layers", type=int, default=12, help="how many layers")
@@ -80,11 +81,11 @@ def main() -> None:
     tokens = jax.random.randint(random_key(0), shape, 0, 256)
     params, loss_fn = model.init(random_key(1), tokens), next_token_loss(model)
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
-    print(f"{versions()}; {args.layers} layers, {size:.1f} million parameters")
-    print(f"{args.batch} x {args.length} tokens\n")
+    size_text = f"{args.layers} layers, {size:.1f} million parameters"
+    title = f"{versions()}; {size_text}; {args.batch} x {args.length} tokens"
     rows = [time_tracing("the transformer", loss_fn, params, tokens)]
     rows += [time_tracing(*plain_case(model)) for model in plain_models.MODELS]
-    print_table(rows)
+    publish(title, {"Tracing operations": rows}, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs the same training in each of JAX's ways to use several devices: one table.
 
-    python benchmarks/ways_of_running.py [--quick] [--json FILE]
+    python benchmarks/ways_of_running.py [--quick] [--record]
 
 Every way takes ten steps of Adam on the same network and the same global batches, on
 eight CPU devices. At `BAD_STEP` the batch has one NaN, which only one device sees. For
@@ -9,7 +9,6 @@ the last two rows the script starts several processes. `--quick` tries fewer way
 
 import argparse
 import functools
-import json
 import pathlib
 import re
 import socket
@@ -27,8 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
-from _lib.tables import print_table, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 STEPS, BAD_STEP = 10, 5
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
@@ -273,11 +271,9 @@ def work(folder: str, port: str, count: str, index: str) -> None:
 
 
 def main() -> None:
-    """Prints the table, and writes it as JSON if asked to."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the table to a file"
-    )
+    add_outputs(parser)
     parser.add_argument("--quick", action="store_true", help="try fewer ways")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -291,30 +287,13 @@ def main() -> None:
     for count in (2,) if arguments.quick else (2, 4):
         results[f"{IN_PROCESSES}, {count} processes"] = run_processes(count)
     alone = results["one device"].params
-    rows = {
-        name: {
-            "largest difference": max(
-                float(np.max(np.abs(result.params[key] - alone[key]))) for key in alone
-            ),
-            "collectives": result.collectives,
-            "skipped together": result.together,
-        }
-        for name, result in results.items()
-    }
-    print(f"{versions()}\n")
-    print_table(
-        [
-            {
-                "way of running": name,
-                "largest difference": f"{row['largest difference']:.1e}",
-                "collectives": row["collectives"],
-                "together": "yes" if row["skipped together"] else "NO",
-            }
-            for name, row in rows.items()
-        ]
-    )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=2))
+    rows = []
+    for name, result in results.items():
+        errors = [np.max(np.abs(result.params[key] - alone[key])) for key in alone]
+        row = {"way of running": name, "largest difference": f"{max(errors):.1e}"}
+        row["collectives"] = result.collectives
+        rows.append(row | {"together": "yes" if result.together else "NO"})
+    publish(versions(), {"Ways of running": rows}, arguments)
 
 
 if __name__ == "__main__":

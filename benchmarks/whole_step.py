@@ -21,8 +21,7 @@ from _lib.devices import DEVICE_NAMES, use_host_cpu
 from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure
 from _lib.steps import SCALERS, WAYS, fitting
-from _lib.tables import print_tables, versions
-from optax_lossscale.plotting._files import check_output_file
+from _lib.tables import add_outputs, publish, versions
 
 FEW_MODELS = ["GPT", "ResNet-18", "LSTM"]
 FEW_WAYS = ["float32", "by hand", "autocast, O1", "autocast, O2", "masters"]
@@ -105,7 +104,7 @@ def in_words(products: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Prints a table for each model, and writes them as JSON if asked to."""
+    """Prints a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--platforms",
@@ -116,9 +115,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=FEW_MODELS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=FEW_WAYS)
-    parser.add_argument(
-        "--json", type=check_output_file, help="write the tables to a file"
-    )
+    add_outputs(parser)
     parser.add_argument(
         "--quick", action="store_true", help="AdamW only, and not the headroom rule"
     )
@@ -135,7 +132,7 @@ def main() -> None:
             for model in arguments.models
             for row in product_rows(platforms, model, ways)
         ]
-        print_tables(versions(), {"Products by dtype": rows}, arguments.json)
+        publish(versions(), {"Products by dtype": rows}, arguments)
         return
     scalers = list(SCALERS)
     if arguments.quick:
@@ -150,7 +147,7 @@ def main() -> None:
                 rows += rows_of(platform, model, [FULL_WAY], OTHER_OPTIMIZERS, few)
             tables[model] += rows
     title = f"{versions()}; limit: without loss scaling, and one read of the gradients"
-    print_tables(title, tables, arguments.json)
+    publish(title, tables, arguments)
 
 
 if __name__ == "__main__":

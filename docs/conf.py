@@ -1,6 +1,7 @@
 """How Sphinx builds the documentation; CONTRIBUTING.md has the command."""
 
 import pathlib
+import re
 import shutil
 import sys
 import tomllib
@@ -12,23 +13,57 @@ sys.path.append(str(HERE / "_extensions"))
 BADGE = "![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)"
 
 
-def copy_notebooks() -> None:
-    """Copies the notebooks to where Sphinx finds them.
+# Where the site has what other pages link to in the folder `benchmarks`.
+BENCHMARKS = {
+    "README.md": "benchmarks.md",
+    "real_models/README.md": "real_models.md",
+    "results/": "results/",
+    "rl/README.md": "rl.md",
+}
 
-    Links are changed so that they work there, and the badge, which other hosts serve,
-    becomes text.
+
+def change_links(app: object, name: str, source: list[str]) -> None:
+    """Lets the links of a page work on the site as they do in the repository."""
+    for old, new in BENCHMARKS.items():
+        pattern = rf"\]\(\.\./((?:\.\./)*)benchmarks/{re.escape(old)}"
+        source[0] = re.sub(pattern, rf"](\1{new}", source[0])
+
+
+def copy_pages(
+    source: str, pattern: str, target: str, changes: dict[str, str], first: str = ""
+) -> None:
+    """Copies pages to where Sphinx finds them, with links that work there.
+
+    `first` is put before each text.
     """
-    folder = HERE / "notebooks"
+    folder = HERE / target
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for path in (HERE.parent / "notebooks").glob("*.ipynb"):
-        text = path.read_text().replace("](../docs/", "](../")
-        text = text.replace("](../benchmarks/README.md", "](../benchmarks.md")
-        text = text.replace(BADGE, "Open in Colab")
-        (folder / path.name).write_text(text)
+    for path in (HERE.parent / source).glob(pattern):
+        text = path.read_text()
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        (folder / path.name).write_text(first + text)
 
 
-copy_notebooks()
+TO_NOTEBOOKS = {
+    "](../docs/": "](../",
+    "](../benchmarks/README.md": "](../benchmarks.md",
+    BADGE: "Open in Colab",  # Other hosts serve the badge.
+}
+TO_RESULTS = {
+    "](../../docs/": "](../",
+    "](../README.md": "](../benchmarks.md",
+    "](../rules.png": "](../../benchmarks/rules.png",
+}
+TO_SUMMARY = {  # The page `benchmarks` includes it.
+    "](real_models/README.md": "](real_models.md",
+    "](rl/README.md": "](rl.md",
+}
+copy_pages("notebooks", "*.ipynb", "notebooks", TO_NOTEBOOKS)
+WIDE = "---\nhtml_theme.sidebar_secondary.remove: true\n---\n\n"  # For wide tables.
+copy_pages("benchmarks/results", "*.md", "results", TO_RESULTS, WIDE)
+copy_pages("benchmarks", "README.md", "benchmarks", TO_SUMMARY)
 
 import matplotlib.font_manager  # noqa: E402, F401  # Makes its cache; pages would warn.
 
@@ -51,7 +86,7 @@ extensions = [
     "sphinx_design",
     "markdown_docstrings",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "benchmarks"]
 nitpicky = True
 suppress_warnings = ["intersphinx.external"]
 
@@ -113,9 +148,15 @@ html_theme_options = {
 }
 html_context = {
     "default_mode": "auto",
-    # The notebooks that Sphinx shows are copies of those in the folder `notebooks`.
+    # Notebooks and results are copies of those in other folders.
     "edit_page_provider_name": "GitHub",
     "edit_page_url_template": repository
-    + "/edit/main/{% if not file_name.startswith('notebooks/') %}docs/{% endif %}"
+    + "/edit/main/{% if file_name.startswith('results/') %}benchmarks/"
+    "{% elif not file_name.startswith('notebooks/') %}docs/{% endif %}"
     "{{ file_name }}",
 }
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", change_links)

@@ -98,7 +98,8 @@ def train(
     rollout = jax.jit(rollout) if rollout else None
     journal = Journal(options)
     state = journal.restore(jax.jit(start, out_shardings=shardings)())
-    bar = tqdm(total=options.steps, initial=journal.count, disable=journal.is_quiet)
+    is_off = journal.is_quiet or None  # `None`: on a terminal alone.
+    bar = tqdm(total=options.steps, initial=journal.count, disable=is_off)
     for count in range(journal.count + 1, options.steps + 1):
         batch = jax.tree.map(spread, batch_of(count - 1))
         batch = rollout(state, batch) if rollout else batch

@@ -59,11 +59,12 @@ _CHEAP = ELEMENTWISE.union(
 
 
 def save_products(primitive: core.Primitive, *avals: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: only low products are saved.
+    """A policy for `jax.checkpoint` that saves only low products.
 
-    Under `autocast` they have half the bytes of float32, and everything else is
-    computed again in the backward pass. Outside of it, the products of float16 or
-    bfloat16 arrays are saved.
+    Use it as `jax.checkpoint(layer, policy=save_products)` under `autocast`. The low
+    products have half the bytes of float32, and everything else is computed again in
+    the backward pass. Outside of `autocast`, the products of float16 or bfloat16 arrays
+    are saved.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols

@@ -29,6 +29,8 @@ _REASONS = {_FULL: "full_precision", _LOW: "low_precision"}
 def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Marks a function whose products run as they are written, also under `autocast`.
 
+    Decorate the function, or call `full_precision(fun)(x)`.
+
     Args:
       fun: Any function, such as a layer or a loss; as a decorator, also a method.
 
@@ -54,11 +56,12 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Marks a function that takes arrays of the low dtype, such as a fused kernel.
 
-    Under `autocast` its float32 inputs are cast to the low dtype before it is traced,
-    its body runs as it is written, and its results in the low dtype are cast back to
-    float32 if any input was cast. Outside of `autocast` it is the function itself. Use
-    it for what refuses float32 or is faster without it: cuDNN's attention, kernels of
-    Pallas, calls by `jax.ffi`.
+    Decorate a function that refuses float32 or is faster without it: cuDNN's
+    attention, a kernel of Pallas, a call by `jax.ffi`. Under `autocast` its float32
+    inputs are cast to the low dtype before it is traced, its body runs as it is
+    written, and its results in the low dtype are cast back to float32 if any input was
+    cast. Outside of `autocast`, and inside `full_precision` or another
+    `low_precision`, it is the function itself.
 
     * *Inputs* are all float32 arrays in the arguments, also in pytrees. Arrays to which
       `fun` is bound, or that it closes over, are not cast: pass them as arguments.
@@ -66,7 +69,6 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
       number beyond the range becomes infinite, so pass a mask as booleans.
     * *Gradients* of inputs are computed in the low dtype and then cast to float32. So
       pass activations, and keep products with weights outside.
-    * *Inside* `full_precision`, or another `low_precision`, it does nothing.
 
     Args:
       fun: Any function; as a decorator, also a method.

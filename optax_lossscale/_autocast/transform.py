@@ -56,36 +56,32 @@ def autocast(
     high: Sequence[str] = (),
     recompute: bool = True,
 ) -> Callable[..., Any]:
-    """Mixed precision for a function: its products run in a low dtype, and only they.
+    """Lets the matrix products and convolutions of a function run in half precision.
 
-    Matrix products and convolutions of float32 operands round these operands to
-    `dtype`, the *low* dtype, and so do the products of their gradients. Every other
-    operation, and every dtype that the function sees, stays as it is written. Wrap the
-    loss or the model, or decorate it, and differentiate, map and compile the result as
-    the function itself:
+    Wrap the loss or the model, or decorate it, and differentiate, map and compile the
+    result like the function itself:
 
         loss_fn = ols.autocast(loss_fn)
+
+    Products of float32 operands round them to `dtype`, the *low* dtype, and so do the
+    products of their gradients. Everything else stays as it is written.
 
     * *Left in float32* is a product that asks for it (`precision=HIGHEST`, as
       `jnp.linalg` does), one whose sums have a single term, a convolution that only
       moves entries, and what `high` or `full_precision` names. `autocast_report` lists
       all products and says why.
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
-    * *Gradients* of what depends on the result of a low product are rounded as that
-      result was. Every other one, as that of a parameter, is a float32 sum, so nothing
-      is lost in it. Small float16 cotangents become zero: use `loss_scaled`.
-    * *Loops.* If that saves memory, the body of a `lax.scan` saves only its products,
-      which are low, and what takes long to compute, and computes elementwise operations
-      again in the backward pass.
+    * *Gradients* of parameters are float32 sums. Those of what depends on the result of
+      a low product are rounded as that result was, and small float16 ones become zero:
+      use `loss_scaled`.
     * *Levels.* O0 is `fun` itself. O2 and O3 also trace `fun` with its float32
-      arguments cast to `dtype`, so that activations, sums and gradients are low, as in
-      a model cast by hand; float16 results become float32. Running statistics are not
-      cast, and at O2 neither are the parameters of normalization layers.
-    * *Lookups* in low arrays, such as `table[i]` and embeddings, have gradients that
-      are float32 sums, as have sums into indices, such as `jax.ops.segment_sum`.
+      arguments cast to `dtype`, as in a model cast by hand; float16 results become
+      float32. Running statistics are not cast, and at O2 neither are the parameters of
+      normalization layers.
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
       The result is a function without parameters: keep the module itself to train it.
-    * *Tracing.* Outside of `jax.jit` the function is traced at each call.
+
+    `docs/guides/autocast.md` explains levels, loops and pitfalls.
 
     Args:
       fun: A pure function of pytrees, which may change Flax modules. Arguments that are
@@ -96,10 +92,12 @@ def autocast(
       high: Scopes whose products stay as written, such as `"Net/Dense_0/"`: paths of
         Linen modules, or names of `jax.named_scope`. Or lines of products, such as
         `"model.py:12 (loss_fn)"`.
-      recompute: Whether loops compute cheap operations again, as said above.
+      recompute: Whether the body of a `lax.scan` saves, if that takes less memory, only
+        its products and what is slow, and computes the rest again in the backward pass.
 
     Returns:
-      A function with the signature of `fun` and results of the same dtypes.
+      A function with the signature of `fun` and results of the same dtypes. Outside of
+      `jax.jit` it is traced at each call.
 
     Raises:
       TypeError: If `fun` is not a function, or `dtype` is not floating.

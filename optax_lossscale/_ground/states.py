@@ -16,10 +16,11 @@ from optax_lossscale._ground.types import PyTree, public
 class LossScaleState(NamedTuple):
     """The arrays that a loss scale carries from one step to the next.
 
-    Under `loss_scaled` a rule sets only `loss_scale` and `rule_state`. The step itself
-    writes the other fields, so they are true under every rule. They count every skipped
-    step, whatever the reason: nonfinite gradients, `grads_finite=False`,
-    `accept=False`, nonfinite updates or an unusable scale. These invariants hold:
+    Read it with `find_loss_scale_state(opt_state)`. Under `loss_scaled` a rule sets
+    only `loss_scale` and `rule_state`. The step itself writes the other fields, so they
+    are true under every rule. They count every skipped step, whatever the reason:
+    nonfinite gradients, `grads_finite=False`, `accept=False`, nonfinite updates or an
+    unusable scale. These invariants hold:
 
     * `2**-126 <= loss_scale <= 2**126`, so the scale and its reciprocal are positive,
       finite and normal numbers;

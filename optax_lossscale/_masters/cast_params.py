@@ -25,11 +25,11 @@ def cast_params(
 ) -> optax.Params:
     """Casts parameters to a dtype, except for those that are kept.
 
-        x.astype(dtype)  for every float32, float16 or bfloat16 leaf x that is not kept
-
     Use it before training at level O2: parameters then take half the memory, and
     normalization layers stay in float32. Train them with `master_weights`, or small
     updates are rounded away.
+
+        x.astype(dtype)  for every float32, float16 or bfloat16 leaf x that is not kept
 
     Args:
       params: A pytree of arrays of any shape, such as the parameters of Flax, Haiku or

@@ -68,14 +68,14 @@ def set_full_masters(
 ) -> tuple[optax.Params, optax.OptState]:
     """Returns parameters and state with other masters; everything else is unchanged.
 
-        full_masters(*set_full_masters(params, opt_state, masters)) = masters
-
     Use it to start from float32 parameters without losing bits, or to go from full to
     compact masters and back:
 
         params = cast_params(masters, jnp.bfloat16)
         opt_state = tx.init(params)
         params, opt_state = set_full_masters(params, opt_state, masters)
+
+    Then `full_masters(params, opt_state)` returns these masters.
 
     Args:
       params: The parameters; only their dtypes and shapes are used.

@@ -44,46 +44,30 @@ _State: TypeAlias = MasterWeightsState | CompactMasterWeightsState
 def master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps, *, compact: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates half-precision parameters through float32 masters of them.
+    """Trains half-precision parameters through float32 masters of them.
 
-    Use it for parameters in float16 or bfloat16, where an update that is small beside
-    its parameter (in float16, less than 2**-11 of it) would be rounded away. With
-    float32 masters `m`, and the inner optimizer's updates `u` of the masters, a step is
+    Use `tx = loss_scaled(master_weights(optimizer))`, or `master_weights` alone for
+    bfloat16, and call `tx.init` with parameters that `cast_params` has cast. Without
+    masters, an update that is small beside its parameter (in float16, less than 2**-11
+    of it) would be rounded away. With masters `m`, and the inner optimizer's updates
+    `u` of the masters, a step is
 
         m      = m + u
         update = round(m) - params        so that params + update = round(m)
 
-    After every step each parameter is exactly its rounded master, on a GPU too, where
-    XLA leaves out casts to half precision and back unless told not to. If a parameter
-    shrinks a thousandfold or more in one step, float32 may not hold
-    `round(m) - params`. Then the master is set to the new value of the parameter.
+    Add the updates with `optax.apply_updates`. Equinox's `apply_updates` makes the
+    parameters float32, so after each step cast the model back:
+    `cast_params(eqx.apply_updates(model, updates))`, with the same `dtype` and `keep`
+    as at the start. Nothing else may change the updates: schedules and clips go inside.
+    If something else changes a half-precision parameter, the next update sets it back
+    to its master. `full_masters` returns the masters, `set_full_masters` replaces them.
 
-    **Compact masters.** With `compact=True` the state does not hold the masters, but
-    only the 16 bits that each parameter lacks. Parameters and masters then take 4 bytes
-    together, as float32 parameters alone do, instead of 6.
-    The inner optimizer sees the same masters:
-
-    * bfloat16: every master that is not NaN is kept to the bit. A master midway
-      between two bfloat16 numbers is rounded away from zero, not to the even one.
-    * float16: masters of magnitude `2**-16` to 65536 are kept to the bit. Smaller ones
-      are rounded to multiples of `2**-40`, and larger ones become infinite.
-
-    (A CPU takes subnormal float32 numbers for zero when it computes with them.) Neither
-    the parameters nor the state are complete without the other, so save both.
-    `full_masters` returns the masters, and `set_full_masters` replaces them.
-
-    Nothing may change the updates afterwards: schedules and clipping go inside.
-
-    Add the updates with `optax.apply_updates`, which keeps the parameters' dtypes.
-    Equinox's `apply_updates` makes them float32, so after each step cast the model
-    back: `cast_params(eqx.apply_updates(model, updates))`, with the same `dtype` and
-    `keep` as at the start.
-
-    It may go around `loss_scaled` or inside it. The results are the same, except that
-    inside, the option `check_updates` also skips a step that would take a float16
-    parameter to infinity. If anything else changes a half-precision parameter, the next
-    update sets it back to its master. A compact master becomes the changed parameter
-    with the old 16 bits, which is at most half a unit of its last place away from it.
+    **Compact masters.** With `compact=True` the state holds only the 16 bits that each
+    parameter lacks. A parameter and its master then take 4 bytes instead of 6. Neither
+    the parameters nor the state are complete without the other, so save both. In
+    bfloat16 each master is kept to the bit. In float16, magnitudes below `2**-16` are
+    rounded to multiples of `2**-40`, and those beyond 65536 become infinite.
+    `docs/guides/half_precision_parameters.md` compares both forms.
 
     Args:
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.
@@ -92,9 +76,8 @@ def master_weights(
 
     Returns:
       An optimizer. Its `update` needs `params`, and its updates are float32 (for
-      parameters in float8, float8). Parameters in float32 or wider, and Python numbers,
-      are updated as they would be without the wrapper. Of these the state holds a copy
-      if masters are not compact.
+      parameters in float8, float8). Parameters in float32 or wider are updated as they
+      would be without the wrapper.
 
     Raises:
       TypeError: If `inner` is not an optimizer, or `compact` is not a bool.
@@ -108,12 +91,6 @@ def master_weights(
       >>> updates, state = tx.update(jnp.float16(1.0), tx.init(params), params)
       >>> updates, state.master_params  # The third such step moves the parameter.
       (Array(0., dtype=float32), Array(0.9999, dtype=float32))
-
-      >>> params = jnp.bfloat16(1.0)  # 1 - 0.0001 is 1 - 1678 * 2**-24, rounded.
-      >>> tx = ols.master_weights(optax.sgd(1e-4), compact=True)
-      >>> updates, state = tx.update(jnp.bfloat16(1.0), tx.init(params), params)
-      >>> state.remainders, ols.full_masters(params, state)
-      (Array(-1678, dtype=int16), Array(0.9999, dtype=float32))
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1

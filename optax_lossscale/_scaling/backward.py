@@ -26,18 +26,18 @@ def scaled_backward(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """The same function, whose gradients are computed with a loss scale.
+    """Returns the same function, with gradients that a loss scale keeps from underflow.
 
-    With loss scale `s`, loss `y = fun(x)` and its cotangent `c`,
+    Give it to a trainer that differentiates the loss itself:
+    `trainer(scaled_backward(loss_fn, 2.0**15))`. The value is that of `fun` to the bit,
+    and the gradients are the true ones, so what the trainer logs, clips and adds to the
+    loss is right. With loss scale `s`, loss `y = fun(x)` and its cotangent `c`,
 
         gradient for x = unscale(backward(c * s)),    unscale(g) = g * (1 / s)
 
-    so the value is that of `fun` to the bit, and the gradients are the true ones. Only
-    what lies between is scaled. Give it to a trainer that differentiates the loss
-    itself: what it logs, clips and adds to the loss is then right. To a trainer that
-    also has the loss inside, give the network like this; then `y` is its outputs. Where
-    a scaled gradient overflowed, the true one is infinite or NaN, and a `loss_scaled`
-    optimizer skips the step. That optimizer must not divide by the scale once more:
+    To a trainer that also has the loss inside, give the network like this; then `y` is
+    its outputs. Where a scaled gradient overflowed, the true one is infinite or NaN,
+    and a `loss_scaled` optimizer skips the step. It must not divide by the scale again:
 
     * `loss_scaled(inner, static_loss_scale(1.0))` only skips. Use it beside a number.
     * `loss_scaled(inner, rule, grads_unscaled=True)` adjusts the scale. Use it where

@@ -29,32 +29,32 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     **jax_kwargs: Any,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, for the true loss and the scaled gradients.
+    """Like `jax.value_and_grad`, but the gradients are those of the scaled loss.
+
+    Call it in each step with the optimizer's state, and pass the gradients to `update`:
+
+        loss, grads = scaled_value_and_grad(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
 
     With loss scale `s`,
 
         loss = fun(x),    grads = d(widen(fun(x)) * s) / dx
 
-    where `widen` casts dtypes narrower than float32 to float32. Pass the gradients to
-    `loss_scaled(...).update`, or to `unscale`. The loss is returned as `fun` computed
-    it, before scaling, so it keeps its dtype, and the scale cannot make it overflow.
-
-    **What is differentiated.** As in JAX, the arguments that `argnums` names, but so
-    that a model of any framework can be passed as it is:
-
-    * Of an `nnx.Module`, the variables that an `nnx.Optimizer` passed as `state` was
-      made for (`wrt`), and `nnx.Param` for any other `state`, such as its `opt_state`,
-      which does not know `wrt`. What the call changes in the module, such as batch
-      statistics and dropout counts, reaches the module.
-    * Of an `nnx.State`, the same variables, or all if it has none of them.
-    * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
-      also Python floats, as in JAX; in a module, such as one of Equinox, these are
-      settings. All other leaves are held fixed, and get None as gradients. (If nothing
-      can be differentiated, JAX raises its own error.)
-
-    A scalar loss in float16 limits the scale to `2**15`: its cotangent is the scale
-    itself, and in float16 `2**16` is infinity. So take the mean in float32:
+    where `widen` casts dtypes narrower than float32 to float32. A float16 scalar loss
+    limits the scale to `2**15`: its cotangent is the scale itself, and in float16
+    `2**16` is infinity. So take the mean in float32:
     `per_example.astype(jnp.float32).mean()`.
+
+    As in JAX, the arguments that `argnums` names are differentiated, but models of any
+    framework can be passed as they are:
+
+    * Of an `nnx.Module` or `nnx.State`, the variables that an `nnx.Optimizer` passed as
+      `state` was made for (`wrt`). Any other `state`, such as its `opt_state`, does not
+      know `wrt`: then `nnx.Param` is differentiated. (Of an `nnx.State` that has none
+      of them, all.) What the call changes in a module, such as batch statistics,
+      reaches the module.
+    * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
+      also Python floats. All other leaves are held fixed, and get None as gradients.
 
     Args:
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
@@ -97,13 +97,14 @@ def scaled_grad(
     has_aux: bool = False,
     **jax_kwargs: Any,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`, for the scaled gradients.
+    """Like `jax.grad`, but the gradients are those of the scaled loss.
 
-    With loss scale `s`,
+    Call it in each step with the optimizer's state, and pass the gradients to `update`:
+    `grads = scaled_grad(loss_fn, opt_state)(params, x, y)`. With loss scale `s`,
 
         grads = d(widen(fun(x)) * s) / dx
 
-    See `scaled_value_and_grad` for details.
+    `scaled_value_and_grad` returns the loss too, and has the details.
 
     Args:
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair

@@ -62,59 +62,40 @@ def headroom_loss_scale(
     max_scale: float | optax.Schedule = 2.0**24,
     dtype: jax.typing.DTypeLike = jnp.float16,
 ) -> LossScale:
-    """The largest loss scale that leaves a margin above the latest gradients.
+    """A rule that sets the loss scale from the largest recent gradients.
 
-    With `recent`, the largest magnitudes of the unscaled gradients in the last finite
-    steps, and `peak`, a magnitude that stands for the overflows of the last `history`
-    steps, each step sets
+    Use `loss_scaled(optimizer, headroom_loss_scale())` if gradients change their size
+    by many bits: it needs one step to find a suitable scale. With `recent`, the largest
+    magnitudes of the unscaled gradients in the last finite steps, and `peak`, a
+    magnitude that stands for the overflows of the last `history` steps, a step sets
 
+        finite:     peak = peak * 2**(-4 / history)
+        nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
         s = 2**floor(log2(finfo(dtype).max / max(recent, peak)) - margin_bits)
 
-    within the bounds. So one step is enough to find a suitable scale. If the gradients
-    shrink, the scale rises `recent` steps later.
+    within the bounds. Two cases differ:
 
-    **Nonfinite steps.** The size of an overflow is unknown, and a batch with NaN looks
-    the same. So a nonfinite step costs one bit, as in PyTorch's rule, but the bit comes
-    back sooner:
+    * In a row of nonfinite steps, each one after the first keeps the peak and divides
+      the scale by `2**8`, until a finite step restores the formula. So a sudden rise of
+      the gradients costs few skips.
+    * After 32 steps in a row (or `recent`, if that is less) whose gradients are all
+      zero, `recent` is forgotten. From then on each such step divides the peak by
+      `2**4` or, if there is no peak, multiplies the scale by `2**4`.
 
-        nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
-        finite:     peak = peak * 2**(-4 / history)
-
-    and `history` steps after the last nonfinite step the peak is forgotten.
-
-    **Search.** In a row of nonfinite steps, each one after the first leaves the peak as
-    it is, and divides the scale by `2**8`. The first finite step still runs with that
-    low scale, and then the formula holds again. So a sudden rise of the gradients
-    costs few skips, and after a row of bad batches the scale is as low as after one.
-
-    **Zeros.** A step whose gradients are all zero is remembered as 0, unless it comes
-    right after a search, which may be the reason. After 32 remembered zeros in a row
-    (or `recent`, if that is less) the scale is probably too low: `recent` is forgotten,
-    and from then on each zero divides the peak by `2**4` or, if there is no peak,
-    multiplies the scale by `2**4`.
-
-    `update(..., grads_finite=False)` counts as an overflow. In `adjust`,
-    `grads_finite=False` with a finite `grads_max` does not: the magnitude is
-    remembered. A step that only `check_updates` skips is not remembered at all.
-
-    A remembered number that cannot be right, say from a damaged checkpoint, is ignored:
-    NaN, an infinity, a negative number, a peak that would overflow at the present
-    scale, a magnitude that would overflow at the floor.
+    Remembered numbers that cannot be right, say from a damaged checkpoint, are ignored.
+    `docs/guides/choosing_a_rule.md` compares this rule with the others.
 
     Args:
-      init_scale: First scale, dimensionless, rounded down to a power of two. It may
-        lie outside the bounds, which apply from the first step on.
-      history: For how many steps an overflow is remembered, at least 1; meanwhile its
-        peak fades by 4 bits. With a longer history fewer steps overflow, but the scale
-        rises later after each. Above 8000, bits come back more slowly than in
-        PyTorch's rule.
-      recent: For how many finite steps every magnitude is remembered, at least 1;
-        values above `history` mean `history`. With a larger value the scale follows
-        shrinking gradients later.
-      margin_bits: Bits left free above the largest magnitude remembered, from 0 to 126.
-        The rule sees only the gradients of parameters. Gradients of activations may be
-        larger, and so may those of each device before they are averaged: raise the
-        margin if steps are skipped again and again.
+      init_scale: First scale, dimensionless, rounded down to a power of two. It may lie
+        outside the bounds, which apply from the first step on.
+      history: For how many steps an overflow is remembered, at least 1. With a longer
+        history fewer steps overflow, but the scale rises later after each.
+      recent: For how many finite steps each magnitude is remembered, at least 1 (and at
+        most `history`). With more the scale rises later when the gradients shrink.
+      margin_bits: Bits left free above the largest magnitude, from 0 to 126. The rule
+        sees only gradients of parameters. Those of activations may be larger, as may
+        those of each device before they are averaged: raise it if steps are skipped
+        again and again.
       min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
         `step_count`. It is rounded up to a power of two.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
@@ -122,14 +103,13 @@ def headroom_loss_scale(
       dtype: The floating dtype of the backward pass, in which gradients overflow.
 
     Returns:
-      A `LossScale` that needs `grads_max`; its `rule_state` is a NamedTuple
-      `(recent, peaks)` of `f32[recent]` and `f32[history]`. A scale that
-      `set_loss_scale` sets lasts for one step.
+      A `LossScale` that needs `grads_max`; its `rule_state` is a NamedTuple `(recent,
+      peaks)` of `f32[recent]` and `f32[history]`. A scale set by `set_loss_scale` lasts
+      for one step.
 
     Raises:
-      ValueError: If a setting is outside its range, the floor exceeds the cap, or no
-        power of two lies between them. `adjust` raises it if `grads_max` is missing, or
-        if the state was saved with another `recent` or `history`.
+      ValueError: If a setting is outside its range, or no power of two lies between the
+        bounds. From `adjust`, if `grads_max` is missing, or the state has other sizes.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -138,15 +118,10 @@ def headroom_loss_scale(
       >>> state = rule.adjust(rule.init(), grads_finite=True, grads_max=1.0)
       >>> print(state.loss_scale)
       32768.0
-      >>> state = rule.adjust(state, grads_finite=False, grads_max=float("inf"))
-      >>> print(state.loss_scale)
-      16384.0
 
     References:
       NVIDIA's Transformer Engine, `DelayedScaling`, keeps such a history for each
-      float8 tensor (https://github.com/NVIDIA/TransformerEngine). Departures: one
-      history serves all gradients, and overflows are remembered longer. The defaults
-      were chosen on traces like those in `benchmarks/README.md`, with other seeds.
+      float8 tensor (https://github.com/NVIDIA/TransformerEngine).
     """
     first_scale = 2.0 ** (math.frexp(check_scale("init_scale", init_scale))[1] - 1)
     history = check_count("history", history)

@@ -39,24 +39,23 @@ _Bounds: TypeAlias = Callable[[jax.Array], tuple[ArrayLike, ArrayLike | None]]
 
 @public
 class LossScale(NamedTuple):
-    """A loss-scaling rule: two pure functions and two static facts.
+    """A rule, which says how the loss scale changes from step to step.
 
-    Like `optax.GradientTransformation`, it holds functions and no arrays. Pass it to
-    `loss_scaled`, or call its functions by hand. To see the settings of a rule, print
-    it, or read `settings`. They cannot be changed; make a new rule instead, and
-    continue with the old state.
+    Pass it to `loss_scaled`. Functions such as `dynamic_loss_scale` make rules. To
+    write your own, make one from two pure functions, as
+    `docs/guides/write_your_own_rule.md` shows. To see the settings of a rule, print it
+    or read `settings`. They cannot be changed; make a new rule instead, and continue
+    with the old state.
 
     Attributes:
       init: `init() -> LossScaleState`. Every field is a strongly typed array with a
         buffer of its own.
       adjust: `adjust(state, grads_finite, grads_max=None) -> LossScaleState`, with the
         structure and dtypes of `state`. It sets the next scale and its own
-        `rule_state`, and updates the counts for those who call it by hand. Inside
-        `loss_scaled` the step counts, and decides whether it is skipped: a rule cannot,
-        but `update(..., accept=...)` can.
-        `grads_finite`, `bool[]`, says whether the unscaled gradients were finite.
-        `grads_max`, `f32[]`, is their largest magnitude, or infinity if any entry is
-        nonfinite; it is passed only if `needs_grads_max=True`.
+        `rule_state`. It also updates the counts, for those who call it by hand; inside
+        `loss_scaled` the step does. `grads_finite`, `bool[]`, says whether the unscaled
+        gradients were finite. `grads_max`, `f32[]`, is their largest magnitude, or
+        infinity if any entry is nonfinite; it is passed only if `needs_grads_max=True`.
       skips: Whether nonfinite steps are skipped. If False, NaN and infinity reach the
         optimizer; only an unusable scale still skips the step.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
@@ -229,24 +228,19 @@ def dynamic_loss_scale(
     hysteresis: int = 1,
     hysteresis_refill: Literal["finite", "growth"] = "finite",
 ) -> LossScale:
-    """The classic dynamic loss scale: grow while finite, back off when not.
+    """The default rule: the scale grows on finite steps and backs off after overflows.
 
-    With scale `s`, `n` finite steps since the last growth or nonfinite step, and `h`
-    nonfinite steps left before the scale backs off, a finite step does
+    `loss_scaled(optimizer)` uses it. For other settings pass it yourself, such as
+    `loss_scaled(optimizer, dynamic_loss_scale(growth_interval=200))`. With scale `s`,
+    `n` finite steps since the last growth or nonfinite step, and `h` nonfinite steps
+    left before the scale backs off, a step does
 
-        n = n + 1
-        if n >= growth_interval:
-            s = min(s * growth_factor, max_scale);  n = 0
+        finite:     n = n + 1;  if n >= growth_interval:
+                        s = min(s * growth_factor, max_scale);  n = 0
+        nonfinite:  n = 0;  h = h - 1;  if h <= 0:
+                        s = max(s * backoff_factor, min_scale)
 
-    and a nonfinite step does
-
-        n = 0;  h = h - 1
-        if h <= 0:
-            s = max(s * backoff_factor, min_scale)
-
-    `h` starts at `hysteresis` and is refilled as `hysteresis_refill` says. The scale
-    grows exactly on the `growth_interval`-th finite step, as in PyTorch, Keras,
-    MindSpore and jmp; Flax's `DynamicScale` grows one step later.
+    `h` starts at `hysteresis` and is refilled as `hysteresis_refill` says.
 
     Args:
       init_scale: First scale, dimensionless. It may lie outside the bounds: the cap
@@ -260,15 +254,13 @@ def dynamic_loss_scale(
         `set_loss_scale` puts below it stays there until it grows. An `optax.Schedule`
         of `step_count` is applied at every step, not only at changes.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. Where a scheduled
-        floor exceeds the cap, the cap wins. With a mean loss the cotangents are about
-        `scale / batch size`, so scales up to `65504 * batch size` are usable. If the
-        loss itself is float16, its cotangent is the scale: use at most `2**15`.
+        floor exceeds the cap, the cap wins. If the loss itself is float16, its
+        cotangent is the scale: use at most `2**15`.
       hysteresis: How many nonfinite steps it takes to back off, at least 1. With 2, one
         bad batch is forgiven.
       hysteresis_refill: When `h` is set back to `hysteresis`. `"finite"`: on every
         finite step, so that only consecutive nonfinite steps count, as in apex's
-        kernel; once `h` is used up, each further one in the row backs off. `"growth"`:
-        only when the scale grows, as in Megatron and DeepSpeed.
+        kernel. `"growth"`: only when the scale grows, as in Megatron and DeepSpeed.
 
     Returns:
       A `LossScale`; its `rule_state` is a NamedTuple `(growth_count,
@@ -279,10 +271,8 @@ def dynamic_loss_scale(
       TypeError: If a setting is of the wrong kind.
 
     Example:
-      >>> import jax.numpy as jnp, optax_lossscale as ols
+      >>> import optax_lossscale as ols
       >>> rule = ols.dynamic_loss_scale(8.0, growth_interval=2)
-      >>> rule.settings["growth_factor"]
-      2.0
       >>> state = rule.init()
       >>> for grads_finite in [True, True, False]:
       ...     state = rule.adjust(state, grads_finite)
@@ -293,11 +283,9 @@ def dynamic_loss_scale(
 
     References:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
-      (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures
-      from PyTorch: the scale has a floor and a cap, so it never reaches zero or
-      infinity; the gradients are checked after unscaling; the count is compared with
-      `>=` instead of `==`, so that the scale still grows if a restored count already
-      exceeds the interval.
+      (https://arxiv.org/abs/1710.03740), and `torch.amp.GradScaler`. Departures from
+      PyTorch: the scale has a floor and a cap, gradients are checked after unscaling,
+      and `>=` lets the scale grow if a restored count already exceeds the interval.
     """
     init_scale = check_scale("init_scale", init_scale)
     growth_factor = check_factor("growth_factor", growth_factor, 1.0, np.inf)
@@ -432,14 +420,15 @@ def classic_rule(
 
 @shows_settings
 def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale:
-    """A constant loss scale.
+    """A rule with a constant loss scale.
 
         s = scale
 
-    Use it if you know a scale that fits the whole run. Nonfinite steps are still
-    skipped and counted. With `skip_nonfinite=False` nothing is checked: NaN and
-    infinity reach the parameters, and only `step_count` changes. A restored state keeps
-    the scale that it was saved with.
+    Use `loss_scaled(optimizer, static_loss_scale(2.0**10))` if you know a scale that
+    fits the whole run. Nonfinite steps are still skipped and counted. With
+    `skip_nonfinite=False` nothing is checked: NaN and infinity reach the parameters,
+    and only `step_count` changes. A restored state keeps the scale that it was saved
+    with.
 
     Args:
       scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
@@ -473,12 +462,13 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
 
 
 def no_loss_scale() -> LossScale:
-    """No loss scale: `s = 1`, and nothing is checked.
+    """A rule without a loss scale: `s = 1`, and nothing is checked.
 
-    Use it to run in float32 or bfloat16 the same training loop that runs in float16
-    with a loss scale. Inside `loss_scaled` the inner optimizer is called as if it stood
-    alone, with no cast, check, mask or adjustment, so that `update` compiles to the
-    bare program.
+    Use `loss_scaled(optimizer, no_loss_scale())` to run in float32 or bfloat16 the same
+    training loop that runs in float16 with a loss scale. The inner optimizer is called
+    as if it stood alone, so that `update` compiles to the bare program. If you pass
+    `accept` to `update`, pass it in every step: a step without it leaves the counts and
+    `last_finite` as they were.
 
     Returns:
       A `LossScale`; its `rule_state` is empty. `set_loss_scale` refuses its state.

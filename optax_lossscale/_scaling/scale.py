@@ -90,7 +90,8 @@ def multiply(tree: PyTree, state: PyTree) -> PyTree:
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     """Divides the loss scale out of every floating leaf.
 
-    With loss scale `s`, for every floating leaf `x`,
+    Use it to log or clip the true gradients. If you give these to `update`, pass
+    `grads_unscaled=True` too. With loss scale `s`, for every floating leaf `x`,
 
         unscale(x) = widen(x) * (1 / s)
 

@@ -16,14 +16,15 @@ from optax_lossscale._ground.types import KeyPath, PyTree
 def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScaleState:
     """Returns the one `LossScaleState` that a pytree holds.
 
-    The pytree may be an optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its
+    Use it to read the counts of steps, or to pick one of several states by `path`:
+    every other function that takes such a tree also takes the state that was found. The
+    tree may be an optimizer state, a Flax `TrainState`, an `nnx.Optimizer` or its
     `opt_state` (whose wrapped arrays are unwrapped), or a `LossScaleState` itself. The
     state is found by its type, never by a field name.
 
-    If the tree holds several states, `path` picks one. Every other function that takes
-    such a tree also takes the state that was found. But the gradients of one loss have
-    one scale: to train several models on one loss, wrap one optimizer of them all. With
-    two, the scales differ after the first overflow of only one of them.
+    The gradients of one loss have one scale: to train several models on one loss, wrap
+    one optimizer of them all. With two, the scales differ after the first overflow of
+    only one of them.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.

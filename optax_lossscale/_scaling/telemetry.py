@@ -40,14 +40,12 @@ def loss_scale_metrics(
 ) -> dict[str, jax.Array]:
     """Returns metrics of the loss scale, for any logger.
 
+    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure,
+    and neither waits for the device nor sends it anything. For JSON, turn the arrays
+    into numbers: `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
+
         skip_rate = total_notfinite / step_count    (0 before the first step)
         grad_norm = norm(unscale(grads, tree))      (if `grads` are given)
-
-    Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure,
-    and neither waits for the device nor sends it anything, so a transfer guard lets it
-    pass. For JSON, turn the arrays into numbers:
-    `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`. (Python writes a norm
-    that is not finite as `NaN` or `Infinity`, which strict parsers refuse.)
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -109,15 +107,17 @@ def _norm(leaves: list[jax.Array]) -> jax.Array:
 
 
 def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
-    """Raises if too many steps in a row were skipped.
+    """Raises an error if too many steps in a row were skipped.
+
+    Call it outside `jit`. It waits for the device, so call it only now and then, for
+    example every hundred steps.
 
         raise if notfinite_count >= max_consecutive
 
-    Call it outside `jit`. It waits for the device, so call it only now and then, for
-    example every hundred steps. The default scale reaches its floor after 39 overflows
-    in a row, so after 50 the scale is no longer the cause. Batches that overflow at
-    every scale bring it to the floor too, if they come more often than the scale grows.
-    Not every step is skipped then, but float16 gradients are zero.
+    The default scale reaches its floor after 39 overflows in a row, so after 50 the
+    scale is no longer the cause. Batches that overflow at every scale bring it to the
+    floor too, if they come more often than the scale grows. Not every step is skipped
+    then, but float16 gradients are zero.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays

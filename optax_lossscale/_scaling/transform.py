@@ -65,152 +65,64 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    With scaled gradients `g`, loss scale `s` and inner state `m`, one step is
+    Use `tx = loss_scaled(optimizer)` in place of the optimizer, and give `tx.update`
+    the gradients of `scaled_value_and_grad`. With scaled gradients `g`, loss scale `s`
+    and inner state `m`, a step is
 
-        g = unscale(g, s)
-        finite = all_finite(g)
+        g = unscale(g, s);  finite = all_finite(g)
         u, m' = inner.update(finite ? g : 0, m)
-        updates = finite ? u : 0
-        m = finite ? m' : m
-        s = adjust(s, finite)
+        updates, m = finite ? (u, m') : (0, m);  s = adjust(s, finite)
 
-    **Skipped steps.** A nonfinite gradient anywhere, on any device, leaves the
-    parameters and the whole inner state bit-for-bit unchanged: moments, counts and
-    schedules. (But on a CPU `apply_updates` flushes subnormal parameters.) State that
-    lives elsewhere, such as batch statistics, is not protected: keep it
-    with `where_applied(opt_state, new, old)`. The state tells under every rule, in
-    `last_finite`, whether the last step was applied. An unusable scale (zero or NaN,
-    say from a damaged checkpoint) skips the step under every rule that has one. The
-    rule then goes on as after an overflow at its initial scale.
-
-    Nothing is printed when a step is skipped. So call `raise_if_stalled(opt_state)` now
-    and then, for example after each epoch.
-
-    **Finite steps** give what the inner optimizer alone gives for the unscaled
-    gradients: bit for bit outside `jit`, and up to a few ulp under `jit`, where XLA may
-    contract multiply-adds differently. The state keeps its structure, dtypes and
-    shardings, so `jit`, `lax.scan` and donation work as they do without the wrapper.
-
-    **Dtypes.** The inner optimizer sees gradients and parameters in float32 or wider,
-    whatever their own dtypes, and its state and the updates are float32 or wider too.
-    If a mask or a label of the inner optimizer depends on the dtypes of the parameters,
-    compute it from the original parameters and pass the result.
-    `optax.apply_updates` rounds to the dtypes of the parameters; Equinox's
-    `apply_updates` does not. Neither can add float32 to float8, so if `params` are
-    passed, the updates of float8 parameters are rounded to their dtype. (With
-    `inner=None` they are not, because they are gradients for further optimizers.)
-
-    **Held fixed** are integers, bools, keys, strings and functions among the
-    parameters, and Python floats in a module. The inner optimizer does not see them.
-    Their updates are zeros if `optax.apply_updates` can add them, and None otherwise.
-
-    **What goes inside.** Clipping, weight decay and accumulation need unscaled
-    gradients, so wrap them too:
-
-        loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
-        loss_scaled(optax.MultiSteps(optax.adamw(1e-3), 4))
-
-    A `MultiSteps` outside would keep a NaN forever. Nor should anything be outside that
-    skips bad steps by itself, such as `optax.apply_if_finite`: it would hide them from
-    the rule, so the scale would not back off. Functions that read the
-    state of the inner optimizer take `opt_state.inner_state`. A state holds a learning
-    rate only if the optimizer was made by `optax.inject_hyperparams`; for any other,
-    `optax.tree.get(opt_state, "learning_rate")` returns None.
+    A skipped step changes no bit of parameters and inner state, and prints nothing, so
+    call `raise_if_stalled(opt_state)` now and then. State elsewhere, such as batch
+    statistics, is not protected: keep it with `where_applied`. Clipping, weight decay
+    and accumulation go inside: see `docs/guides/accumulation_and_clipping.md`. The
+    gradients, parameters and moments inside, and the updates, are float32 or wider.
 
     Args:
-      inner: The optimizer: anything with pure functions `init` and `update`. None is
-        `optax.identity()`, which makes a link for `optax.chain`: it unscales the
-        gradients, and zeroes them on a bad step. A link does not skip the step: the
-        optimizers after it still run, and so do their weight decay, momentum and
-        counts. Prefer to wrap the optimizer.
-      loss_scale: The rule. None is `dynamic_loss_scale()`. With a rule that does not
-        skip, nonfinite gradients reach the optimizer. With `no_loss_scale()`, the
-        program is that of the inner optimizer alone.
-      axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, over
-        which devices share the verdict: if one of them has a nonfinite gradient, all
-        skip the step. Leave it out under `jit` with sharded arrays. Only the verdict
-        crosses devices. Gradients are never reduced for you.
-      unscale_mask: Marks the scaled gradients, in the form of Optax's masks: a pytree
-        of bools that is a prefix of the gradients, or a function that makes one from
-        them. Leaves marked False are neither unscaled nor checked. On a bad step their
-        updates are zero, like all others.
-      check_updates: Whether to skip also a step whose gradients are finite but whose
-        updates are not. The step is counted as skipped, and the scale stays as it is.
-        Updates of leaves that `unscale_mask` marks False are not checked. It has no
-        effect with a rule that does not skip.
-      warn_after: In the step in which this many steps in a row have been skipped, at
-        least 1, show a warning on the host, also from inside `lax.scan`. (`pmap` and
-        `shard_map` give one for each device.) None never warns. It costs a callback in
-        the compiled program, which cannot be exported then. `raise_if_stalled` costs
-        nothing.
-      grads_unscaled: What `update` takes for its argument of this name if it is not
-        given. True is for gradients of `scaled_backward`, or of a trainer.
+      inner: The optimizer. None makes a link for `optax.chain`, which zeroes the
+        gradients of a bad step, but the links after it still decay weights and count.
+      loss_scale: The rule. None is `dynamic_loss_scale()`.
+      axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, whose
+        devices skip a step together. Without it their parameters may drift apart. Leave
+        it out under `jit` with sharded arrays. Gradients are never reduced.
+      unscale_mask: A pytree of bools that is a prefix of the gradients, or a function
+        that makes one from them. Where it is False, nothing is unscaled or checked.
+      check_updates: Whether nonfinite updates skip a step too; the scale then stays.
+      warn_after: Warn on the host when this many steps in a row were skipped, at least
+        1. It costs a callback, so the program cannot be exported. None never warns.
+      grads_unscaled: The default of the argument of `update` with this name.
 
     Returns:
-      A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` has
-      three more arguments, each by name only:
+      A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` passes
+      extra arguments on to `inner`, which needs true gradients in them, such as
+      `grad=unscale(grads, opt_state)` for a line search, and has three of its own:
 
-      * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: False means an overflow
-        that the gradients do not show. The step is skipped and the scale backs off.
-        (Without effect if the rule does not skip.)
-      * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False means a batch that is
-        not wanted. The step is skipped and counted, under every rule. The scale stays
-        as it is, unless the gradients overflow too. (With `no_loss_scale()`, pass it in
-        every step or in none: a step without it leaves the counts and `last_finite` as
-        they were.)
-      * `grads_unscaled`, True or False: whether you have called `unscale` on the
-        gradients already, for example to clip them outside. They are checked and
-        masked, and not unscaled again. A clip by value hides an infinity, so check
-        before you clip, and pass the result as `grads_finite`.
-
-      A Flax `TrainState` passes none of them on: call `train_state.tx.update` yourself.
-      Further extra arguments go to the inner optimizer. Floating arrays among them are
-      zero on a bad step, and so is a Python number that is NaN or infinite; any other
-      number or object is passed on as it is. A gradient among them must be unscaled:
-      `grad=unscale(grads, opt_state)` for a line search.
+      * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: False means an overflow.
+      * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False skips the step under
+        every rule. The scale stays, unless the gradients overflow too.
+      * `grads_unscaled`: True if you have called `unscale` on the gradients. A clip by
+        value hides an infinity: check before it, and pass the result as `grads_finite`.
 
     Raises:
-      TypeError: If `inner` is not an optimizer, `loss_scale` is not a `LossScale`, or
-        `check_updates`, `grads_finite`, `accept` or `grads_unscaled` is not a bool.
-        From `update`, if the name of one of these three is misspelt.
-      ValueError: From `init`, if `inner` is loss-scaled itself. From `update`, while
-        tracing, if the state belongs to another kind of rule, the gradients do not
-        have the tree structure of the parameters, or `grads_finite` or `accept` is not
-        a scalar.
+      TypeError: If an argument is of the wrong kind, or one of `update` is misspelt.
+      ValueError: If `inner` is loss-scaled itself, or the state is of another rule.
 
     Warns:
-      UserWarning: From `update`, while tracing, if the same jitted function computed
-        the gradients without the loss scale of this state, multiplied by it twice, or
-        has divided it out already, or has not where `grads_unscaled=True` says so.
-        (Outside `jit`, and across two jitted functions, this is not seen.)
-      RuntimeWarning: On the host, as `warn_after` says.
+      UserWarning: From `update`, if the same jitted function scaled the gradients
+        wrongly. (Outside `jit`, and across two jitted functions, this is not seen.)
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
-      >>> tx = ols.loss_scaled(optax.sgd(0.5))
-      >>> params = jnp.ones(2)
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> tx, params = ols.loss_scaled(optax.sgd(0.5)), jnp.ones(2)
       >>> opt_state = tx.init(params)
       >>> grads = ols.scaled_grad(lambda x: (x**2).sum(), opt_state)(params)
       >>> updates, opt_state = tx.update(grads, opt_state, params)
       >>> optax.apply_updates(params, updates)
       Array([0., 0.], dtype=float32)
-      >>> updates, opt_state = tx.update(grads * jnp.inf, opt_state, params)
-      >>> bool((updates == 0).all()), float(ols.get_loss_scale(opt_state))
-      (True, 16384.0)
-
-      As with PyTorch's `unscale_`, clip the gradients between two calls:
-
-      >>> grads = ols.unscale(jnp.array([3.0, 4.0]) * 16384, opt_state)
-      >>> grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-      >>> updates, opt_state = tx.update(grads, opt_state, params, grads_unscaled=True)
-      >>> updates
-      Array([-0.3, -0.4], dtype=float32)
 
     References:
-      Micikevicius et al., Mixed Precision Training, ICLR 2018
-      (https://arxiv.org/abs/1710.03740); `torch.amp.GradScaler`;
-      `optax.apply_if_finite`, from which it departs: nonfinite gradients never reach
-      the optimizer, however many there are in a row.
+      Micikevicius et al. (https://arxiv.org/abs/1710.03740); `torch.amp.GradScaler`.
     """
     if warn_after is not None:
         check_count("warn_after", warn_after)

@@ -62,52 +62,41 @@ class DynamicScaleResult(NamedTuple):
 
 
 class DynamicScale(struct.PyTreeNode):
-    """A loss scale that computes true gradients and the scale for the next step.
+    """Flax's `DynamicScale`: computes true gradients, and the scale for the next step.
 
-    It has the fields, the methods and the results of Flax's class. As there, a step is
-    skipped by the script itself, with the `finite` of the result:
+    It has the fields, methods and results of Flax's class. As there, the script itself
+    keeps the old values if `finite` of the result is False:
 
         select = functools.partial(jnp.where, finite)
         opt_state = jax.tree.map(select, new.opt_state, old.opt_state)
 
-    The scale follows `presets.flax`, where the formula is. While it is a power of two,
-    all numbers are those of Flax to the bit; otherwise the last bit may differ under
-    `jit`. Checkpoints of Flax's class are restored into this one, and the other way
-    round. They hold `fin_steps` and `scale`; the settings are those of the target.
+    On a CPU these selects take several times as long as the optimizer; `loss_scaled`
+    does not need them, and `to_state` carries a run over to it. The scale follows
+    `presets.flax`. While it is a power of two, all numbers are those of Flax to the
+    bit. Checkpoints can be restored from either class into the other. They hold
+    `fin_steps` and `scale`, and the settings are those of the target.
 
     **Departures** where Flax is wrong:
 
-    * In `shard_map` with its default `check_vma=True`, `value_and_grad` with
-      `axis_name` averages gradients as it does in `pmap`, and in float32. Flax returns
-      their sum, which JAX may compute in float16. (Name all axes over which the batch
-      is split. The function gets parameters that vary over these axes, so it need not
-      call `pcast`, which would raise an error.) `finite` is the same on all devices,
-      even if the gradients differ.
-    * The loss is what the function returned, in float32 or wider. Flax multiplies it by
-      the scale and divides again, so it can overflow: a loss of 3 in float16 does in
-      the first step.
+    * In `shard_map` with its default `check_vma=True`, `axis_name` averages gradients
+      as it does in `pmap`, in float32. Flax returns their sum. (Name all axes over
+      which the batch is split, and do not call `pcast`.) All devices have one `finite`.
+    * The loss is what the function returned, in float32 or wider. In Flax it passes
+      through the scale, so a float16 loss of 3 overflows in the first step.
     * Gradients in float64 and complex gradients keep their dtype. Flax casts them to
       float32.
-    * The scale stays within `[2**-126, 2**126]`, where gradients can be divided by it.
-      Flax lets it fall to 0 without `minimum_scale`, and rise to the largest float32. A
-      scale outside, such as infinity in an old checkpoint, is not used: the step is
-      skipped, and the rule goes on from 65536 as after an overflow.
+    * The scale stays within `[2**-126, 2**126]`. Flax lets it fall to 0, and rise to
+      the largest float32. A scale outside, say from an old checkpoint, skips the step,
+      and the rule goes on from 65536 as after an overflow.
     * If a restored `fin_steps` exceeds `growth_interval`, the scale still grows.
-
-    These settings are refused, though Flax accepts them: a `growth_factor` or
-    `backoff_factor` of 1 (to keep the scale, pass `growth_interval=jnp.inf`, and the
-    same number as `scale` and `minimum_scale`), and a `growth_interval` of 0.
-
-    **Cost.** The selects are the script's own. On a CPU they take several times as long
-    as the optimizer, because XLA copies parameters and state for them. `loss_scaled`
-    needs none of these copies, and `to_state` carries a run over to it.
+    * A `growth_factor` or `backoff_factor` of 1 and a `growth_interval` of 0 are
+      refused. (To keep the scale, pass `growth_interval=jnp.inf`, and the same number
+      as `scale` and `minimum_scale`.)
 
     Attributes:
-      growth_factor: As in `presets.flax`. It is static, that is, not a leaf of the
-        pytree. So are the next two and `minimum_scale`.
+      growth_factor: As in `presets.flax`. Like all settings, it is not a leaf.
       backoff_factor: As in `presets.flax`.
-      growth_interval: As in `presets.flax`. Infinity, or any number from `2**31 - 2`
-        on, means never.
+      growth_interval: As in `presets.flax`. From `2**31 - 2` on it means never.
       fin_steps: `i32[]`, steps. Finite steps since the scale last changed.
       scale: `f32[]`, dimensionless. The scale for the next loss.
       minimum_scale: Floor of the scale. None, and all below `2**-126`, mean `2**-126`.
@@ -115,20 +104,17 @@ class DynamicScale(struct.PyTreeNode):
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optax_lossscale.compat.flax import DynamicScale
-      >>> def loss_fn(p):
-      ...     return p.astype(jnp.float16) ** 2
       >>> @jax.jit
       ... def step(dynamic_scale, p):
-      ...     value_and_grad = dynamic_scale.value_and_grad(loss_fn)
-      ...     dynamic_scale, finite, loss, grad = value_and_grad(p)
+      ...     grad_fn = dynamic_scale.value_and_grad(lambda p: jnp.float16(p) ** 2)
+      ...     dynamic_scale, finite, loss, grad = grad_fn(p)
       ...     return dynamic_scale, jnp.where(finite, p - grad / 4, p), loss
       >>> dynamic_scale, p = DynamicScale(scale=2.0**15), jnp.float32(1.0)
-      >>> for _ in range(3):
+      >>> for _ in range(2):
       ...     dynamic_scale, p, loss = step(dynamic_scale, p)
       ...     print(dynamic_scale.scale, p, loss)
       16384.0 1.0 1.0
       16384.0 0.5 1.0
-      16384.0 0.25 0.25
 
     References:
       flax 0.12.8, `flax/training/dynamic_scale.py`.

@@ -147,7 +147,7 @@ class _ScalesTrees:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_ScalesTrees):
-    """A loss scale that never changes: `static_loss_scale`.
+    """A loss scale that never changes, as the rule `static_loss_scale`.
 
         scale(x) = widen(x) * loss_scale
         unscale(x) = widen(x) * (1 / loss_scale)
@@ -161,16 +161,13 @@ class StaticLossScale(_ScalesTrees):
         jmp keeps them, so that a scaled float16 loss overflows, and small float16
         gradients are flushed to zero: `1e-3 / 2**15` is zero there. A script that
         needs float16 gradients casts them back: `policy.cast_to_param(grads)`.
-      * Integer and bool leaves, which cannot be gradients, are returned unchanged, and
-        so are leaves that are not numbers. jmp multiplies integers, and raises an error
-        for the rest.
-      * The scale and its reciprocal are float32. With 64-bit numbers, jmp's
-        scale may be beyond float32, and the reciprocal of a scale that is not a power
-        of two may be rounded once less.
+      * Leaves that are not floating are returned unchanged. jmp multiplies integers,
+        and raises an error for leaves that are not numbers.
+      * The scale and its reciprocal are float32, also with 64-bit numbers, where jmp's
+        may be wider.
       * A scale above `2**126` counts as `2**126`. In jmp all gradients are then zero,
         because the reciprocal of the scale is flushed to zero.
-      * `loss_scale` can be a JAX or NumPy array under `jit` too, where jmp fails
-        because an array cannot be hashed.
+      * `loss_scale` can be a JAX or NumPy array under `jit` too, where jmp fails.
 
     Attributes:
       loss_scale: One number, dimensionless. It is not checked, except by `to_state`.
@@ -215,9 +212,9 @@ class StaticLossScale(_ScalesTrees):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_ScalesTrees):
-    """A loss scale that grows and backs off: `presets.jmp`.
+    """A loss scale that grows and backs off, as the rule `presets.jmp`.
 
-    It scales and unscales as `StaticLossScale` does, not as jmp. A step is
+    It scales and unscales as `StaticLossScale` does. A step is
 
         scaled_grads = grad(lambda params: loss_scale.scale(loss(params)))(params)
         grads = loss_scale.unscale(scaled_grads)
@@ -231,26 +228,21 @@ class DynamicLossScale(_ScalesTrees):
     Departures:
       * `min_loss_scale` stays what it was. jmp forgets it, and goes on with 1, whenever
         the tree is rebuilt: by `jit`, `scan`, `vmap` and `tree.map`.
-      * So `min_loss_scale`, `period` and `factor` must be concrete numbers once the
-        tree is flattened or the scale is adjusted. A traced number, such as
-        `jnp.float32(0.25)` inside `jit`, is refused; write 0.25. Two objects with
-        different floors are different trees, as with different periods.
+      * So `min_loss_scale`, `period` and `factor` must be concrete numbers. A traced
+        one, such as `jnp.float32(0.25)` inside `jit`, is refused; write 0.25. Two
+        objects with different floors are different trees.
       * `loss_scale` can be an integer, which becomes float32 when it is adjusted, or
-        float16 or bfloat16. jmp's `adjust` raises an error for each of these. A growth
-        or backoff that a float16 scale cannot hold does not happen, so it stays at
-        `2**15`. Prefer float32.
+        float16 or bfloat16, for which jmp's `adjust` raises an error. A change that a
+        float16 scale cannot hold does not happen, so prefer float32.
       * The scale does not grow beyond `2**126`, where jmp goes to `2**127`. A larger
         scale, infinity or NaN becomes `2**126` when it is adjusted, and then backs off;
-        in jmp infinity and NaN are never left.
-      * A floor below `2**-126` means `2**-126`, because XLA flushes smaller scales to
-        zero.
+        jmp never leaves infinity and NaN. A floor below `2**-126` means `2**-126`.
       * If a restored `counter` already exceeds `period`, the scale grows at once. In
         jmp it first counts to a multiple of `period`.
       * Rebuilding a tree never warns, and takes leaves of any type.
       * `grads_finite` can be a Python bool. A NaN counts as not finite.
-      * `adjust` raises an error for settings with which jmp never adjusts or does not
-        scale: a `factor` that is not above 1, a `period` that is below 1 or not whole,
-        a floor that is above `2**126` or NaN.
+      * `adjust` raises an error for a `factor` that is not above 1, a `period` that is
+        below 1 or not whole, and a floor that is above `2**126` or NaN.
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. A warning says if it is not floating.

@@ -60,11 +60,11 @@ def loss_scale_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer as Keras's `LossScaleOptimizer` does, with all its options.
 
+    Use it like `loss_scaled`: `loss_scale_optimizer(optax.adam(1e-3), clipnorm=1.0)`.
     With scaled gradients `g`, loss scale `s`, accumulation over `k` steps, learning
-    rate `lr`, parameters `p` and their average `a`, one step is, in Keras's order,
+    rate `lr`, parameters `p` and their average `a`, a step is, in Keras's order,
 
-        g = unscale(g, s);  finite = all_finite(g);  adjust s
-        if not finite: skip the rest
+        g = unscale(g, s);  adjust s as presets.keras;  if not all_finite(g): stop
         accumulate g; on every k-th finite step, with g the mean of the last k:
             g = clip(g)
             p = p - p * weight_decay * lr  (where weight_decay_mask is True)
@@ -72,110 +72,52 @@ def loss_scale_optimizer(
             a = ema_momentum * a + (1 - ema_momentum) * p  (first update: a = p)
             on every ema_overwrite_frequency-th update: p = a
 
-    The rule of the scale is `presets.keras`. As in Keras 3, a nonfinite step advances
-    nothing: only the bad micro-batch is dropped, and its accumulation window continues
-    until it holds `k` finite micro-batches. (tf.keras counts an iteration on a skipped
-    step.)
-
-    **With `dynamic=False` or `loss_scale_factor` nothing is checked.** The scale is
-    fixed, and NaN and infinity reach the parameters, as in Keras. For a fixed scale
-    that skips nonfinite steps, use `loss_scaled(optimizer, static_loss_scale(c))`.
-
-    **Departures from Keras 3.** Keras takes most of these options on the inner
-    optimizer. Here they work on this wrapper, where Keras's documentation lists them.
-    The average moves once in each update, as that documentation says; Keras's source
-    moves it on every micro-step.
-
-    **Schedules under accumulation** look at all finite steps, as in Keras: with `k = 3`
-    the first updates read them at 2, 5 and 8. That holds for `learning_rate`, and
-    inside `inner_optimizer` for the schedules of `optax.scale_by_schedule` (so for the
-    learning rate of nearly every optimizer), `optax.inject_hyperparams` and
-    `optax.add_decayed_weights`. Every other count, such as that of Adam's bias
-    correction, is of updates, again as in Keras. So is the count of a schedule in an
-    optimizer of your own, and in those of `optax.contrib` that have one count for
-    everything; there, pass `lambda count: schedule(k * count + k - 1)`.
-
-    **Frozen parameters.** Leave them out of `params`, as `wrt` of `nnx.Optimizer` does,
-    or freeze them *inside* this wrapper. Then there is one scale, and a bad gradient
-    skips the step of all parameters. With `optax.partition` outside, each part would
-    have its own scale or none, and would be updated when another is skipped.
-
-        kinds = {"train": optimizer, "freeze": optax.set_to_zero()}
-        frozen = optax.partition(kinds, {"encoder": "freeze", "head": "train"})
-        tx = loss_scale_optimizer(frozen)
-
-    A `weight_decay` then needs a mask that leaves them out. Their gradients are still
-    checked, and count in `global_clipnorm`, unless `jax.lax.stop_gradient` in the loss
-    makes them zero.
+    **With `dynamic=False` or `loss_scale_factor` nothing is checked**: NaN and infinity
+    reach the parameters, as in Keras. Freeze parameters inside this wrapper, so that
+    there is one scale. `docs/migration/keras.md` shows each option beside Keras's.
 
     Args:
       inner_optimizer: The optimizer: anything with `init` and `update`.
       initial_scale: As in `presets.keras`. None means `2**15`.
       dynamic_growth_steps: As in `presets.keras`. None means 2000.
-      dynamic: Whether the scale changes. If False, the scale is `initial_scale`, which
-        is then required, and `dynamic_growth_steps` must be None.
+      dynamic: Whether the scale changes. If False, it stays at `initial_scale`.
       weight_decay: Decoupled weight decay per unit of learning rate, at least 0. An
         optimizer with a decay of its own, such as `optax.adamw`, applies that too.
-      weight_decay_mask: Marks the parameters that decay, as in `optax.adamw`: a pytree
-        of bools that is a prefix of the parameters, or a function that makes one from
-        them. None decays all. It is Keras's `exclude_from_weight_decay`; the second
-        example has its `var_names`.
-      learning_rate: The learning rate of `inner_optimizer`, as a number of at least 0
-        or a schedule of the step. Only `weight_decay` uses it, and requires it, because
-        an Optax optimizer reveals neither its learning rate nor any change of it.
+      weight_decay_mask: Marks the parameters that decay: a pytree of bools that is a
+        prefix of them, or a function that makes one from them. None decays all.
+      learning_rate: That of `inner_optimizer`, a number of at least 0 or a schedule.
+        Only `weight_decay` uses it, and requires it.
       clipnorm: Largest L2 norm of each gradient array, above 0.
       clipvalue: Largest magnitude of each gradient entry, above 0.
       global_clipnorm: Largest L2 norm of all gradients together, above 0.
-      use_ema: Whether to keep a moving average of the parameters, which `ema_params`
-        returns. None means False.
-      ema_momentum: Weight of the old average in the new one, from 0 to 1. None means
-        0.99.
-      ema_overwrite_frequency: The parameters are set to their average once in this many
-        updates, at least 1. None means never; see `finalize_params`.
-      loss_scale_factor: A fixed scale, dimensionless, from `2**-126` to `2**126`. It
-        replaces `dynamic`, `initial_scale` and `dynamic_growth_steps`.
+      use_ema: Whether to keep an average, for `ema_params` and `finalize_params`. None
+        means False.
+      ema_momentum: Weight of the old average, from 0 to 1. None means 0.99.
+      ema_overwrite_frequency: In updates, at least 1. None means never.
+      loss_scale_factor: A fixed scale, dimensionless, from `2**-126` to `2**126`.
       gradient_accumulation_steps: Finite steps per update, at least 1. None means 1.
+        As in Keras, schedules count these steps. But one in an optimizer of your own,
+        or in one of `optax.contrib`, may count updates: pass that optimizer
+        `lambda count: schedule(k * count + k - 1)`.
       axis_name: As in `loss_scaled`.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`, like `loss_scaled`.
 
     Raises:
-      ValueError: If a setting is outside its range, or settings conflict, such as two
-        of the three clips, or a `weight_decay_mask` without `weight_decay`. `init`
-        raises it if the mask does not fit the parameters, and `update` if `params` is
-        missing and `weight_decay` or `use_ema` is set.
+      ValueError: If a setting is outside its range, or settings conflict. From
+        `update`, if `params` is missing and `weight_decay` or `use_ema` is set.
       TypeError: If a setting is of the wrong kind.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optax_lossscale as ols
+      >>> import jax.numpy as jnp, optax, optax_lossscale as ols
       >>> tx = ols.loss_scale_optimizer(optax.sgd(0.5), initial_scale=8.0, clipvalue=1)
-      >>> params = jnp.ones(2)
-      >>> opt_state = tx.init(params)
-      >>> updates, opt_state = tx.update(jnp.array([8.0, 80.0]), opt_state)
-      >>> optax.apply_updates(params, updates)
-      Array([0.5, 0.5], dtype=float32)
-
-      Keras's `exclude_from_weight_decay(var_names=["bias", "norm"])`:
-
-      >>> def is_decayed(path, param):
-      ...     name = jax.tree_util.keystr(path)
-      ...     return not any(word in name for word in ["bias", "norm"])
-      >>> tx = ols.loss_scale_optimizer(
-      ...     optax.sgd(0.5),
-      ...     weight_decay=0.1,
-      ...     weight_decay_mask=lambda p: jax.tree.map_with_path(is_decayed, p),
-      ...     learning_rate=0.5,
-      ... )
-      >>> params = {"kernel": jnp.ones(1), "bias": jnp.ones(1)}
-      >>> grads = jax.tree.map(jnp.zeros_like, params)
-      >>> updates, _ = tx.update(grads, tx.init(params), params)
-      >>> optax.apply_updates(params, updates)
-      {'bias': Array([1.], dtype=float32), 'kernel': Array([0.95], dtype=float32)}
+      >>> updates, _ = tx.update(jnp.array([8.0, 80.0]), tx.init(jnp.ones(2)))
+      >>> updates
+      Array([-0.5, -0.5], dtype=float32)
 
     References:
-      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py` and
-      `base_optimizer.py`.
+      keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`, `base_optimizer.py`.
     """
     optimizer = check_optimizer("inner_optimizer", inner_optimizer)
     _check_not_swapped(initial_scale)

@@ -33,23 +33,27 @@ _Evaluated = tuple[tuple[jax.Array, PyTree], PyTree]
 def optax_to_numpyro(transformation: optax.GradientTransformation) -> Any:
     """Makes an optimizer for `numpyro.infer.SVI` from a loss-scaled one.
 
+    Use it in place of NumPyro's function of this name:
+
+        svi = SVI(model, guide, optax_to_numpyro(loss_scaled(optax.adam(1e-3))), loss)
+
     With loss scale `s`, parameters `p` and the loss of `SVI`, such as `Trace_ELBO`,
 
         grads = d(widen(loss(p)) * s) / dp
         updates, opt_state = transformation.update(grads, opt_state, p, value=loss(p))
 
-    If a gradient is not finite, `SVI.update` and `SVI.run` change only the loss scale,
-    its counts, the random key, NumPyro's count of the steps and its mutable state. Keep
-    the old mutable state, such as batch statistics, by `where_applied(new_state,
-    new_state.mutable_state, old_state.mutable_state)`. `SVI.stable_update` also skips a
-    step whose loss is not finite, under every rule, and then returns NaN as the loss.
+    If a gradient is not finite, `SVI.update` and `SVI.run` keep the parameters and the
+    optimizer's state, but not the mutable state, such as batch statistics. Keep that by
+    `where_applied(new_state, new_state.mutable_state, old_state.mutable_state)`.
+    `SVI.stable_update` also skips a step whose loss is not finite, under every rule,
+    and then returns NaN as the loss.
 
     The functions of this package take the `SVIState`, its `optim_state`, and what
     `SVI.run` returns as the state: `raise_if_stalled(svi_state)`. A model cannot be
-    under `autocast`, because its `numpyro.sample` statements are side effects. Decorate
+    under `autocast`, because its `numpyro.sample` statements are side effects; decorate
     the functions in it that compute products. With `forward_mode_differentiation=True`
-    the gradients are right, but no loss scale keeps those of float16 products from
-    underflow. `SteinVI` is not supported: it computes gradients without the loss scale.
+    no loss scale keeps gradients of float16 products from underflow. `SteinVI` is not
+    supported: it computes gradients without the loss scale.
 
     Args:
       transformation: An optimizer that `loss_scaled` made, or that contains one, but

@@ -55,15 +55,15 @@ def gradient_errors(
 ) -> dict[str, GradientError]:
     """Compares the gradient in half precision with that in float32, leaf by leaf.
 
-    The answer to "is my gradient right?", on one batch:
+    It answers "is my gradient right?" on one batch. Pass the function that computes the
+    loss, not the training step, and outside `jit`:
 
         errors = ols.diagnostics.gradient_errors(loss_fn, params, x, loss_scale=2.0**15)
         ols.diagnostics.print_gradient_errors(errors)
 
     The gradient is computed twice: as `autocast` makes it, with a loss scale, and in
     float32, where `autocast` changes nothing and half-precision arguments are cast to
-    float32. Nothing is trained, and no module is changed. Pass the function that
-    computes the loss, not the training step, and outside `jit`.
+    float32. Nothing is trained, and no module is changed.
 
     Args:
       fun: A function that returns a loss, or a tuple or list that begins with one. If

@@ -56,25 +56,22 @@ def trace_operations(
 ) -> list[Operation]:
     """Runs a function and its gradient, and returns the numbers of every operation.
 
-    The answer to "my loss is NaN: where?". The loss and its gradient are compiled as
-    `autocast` makes them, with statistics behind each operation, and run once:
+    It answers "my loss is NaN: where?". Pass the function that computes the loss, not
+    the training step, and outside `jit`:
 
         operations = ols.diagnostics.trace_operations(loss_fn, params, x, y)
         ols.diagnostics.print_operation_report(operations)
 
-    Pass the function that computes the loss, not the training step, and outside `jit`.
-    Modules of Flax and Equinox may be arguments; a call changes none of them, not even
-    batch statistics or dropout counts.
+    The loss and its gradient are compiled as `autocast` makes them, and run once. It
+    takes three to four times as long as compiling the gradient, and more on several
+    devices. Modules of Flax and Equinox may be arguments, and stay as they are.
 
-    * *Which operations.* All that ran and whose results are floating, in the forward
-      and in the backward pass, also inside jitted functions, loops, branches,
-      `jax.checkpoint`, `shard_map` and derivative rules. An operation in a loop is
-      listed once, with its worst numbers. A kernel counts as one operation.
-    * *In float32* each operation in fewer than 32 bits is computed too, from the same
-      operands before `autocast` rounded them. So `error` and `underflow` are what this
-      one operation loses.
-    * *Cost.* It takes three to four times as long as compiling the gradient, and more
-      on several devices. Each result is copied to the host for its statistics.
+    All operations that ran and whose results are floating are listed, in the forward
+    and in the backward pass, also inside jitted functions, loops, branches,
+    `jax.checkpoint`, `shard_map` and derivative rules. One in a loop is listed once,
+    with its worst numbers, and a kernel counts as one. Each operation in fewer than 32
+    bits is also computed in float32, from the operands before `autocast` rounded them.
+    So `error` and `underflow` are what this one operation loses.
 
     Args:
       fun: A function that returns a loss, or a tuple or list that begins with one. If

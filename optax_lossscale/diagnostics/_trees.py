@@ -136,7 +136,10 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
 def exponent_histogram(
     tree: PyTree, *, min_exponent: int = -40, max_exponent: int = 20
 ) -> ExponentHistogram:
-    """Counts the entries with each exponent.
+    """Counts the entries of a pytree by their exponents.
+
+    Use it to see how gradients lie in the range of a dtype, and pass the result to
+    `plotting.plot_exponent_histogram`.
 
         counts[i] = number of entries x with floor(log2(abs(x))) == exponents[i]
 
@@ -283,6 +286,8 @@ def suggest_init_scale(
     margin_bits: float = 2.0,
 ) -> jax.Array:
     """Suggests a first loss scale: the largest power of two that leaves a margin.
+
+    Pass it to a rule: `dynamic_loss_scale(float(suggest_init_scale(grads)))`.
 
         suggest_init_scale = 2**floor(headroom_bits(tree, dtype=dtype) - margin_bits)
 

@@ -24,12 +24,13 @@ def from_torch_state_dict(
 ) -> tuple[LossScale, LossScaleState]:
     """Makes a rule and its state from a `torch.amp.GradScaler.state_dict()`.
 
+    Use it to continue a run that was started in PyTorch: `rule.init()` returns the
+    restored state, so `loss_scaled(optimizer, rule)` starts from it.
+
         s = state_dict["scale"];  growth_count = state_dict["_growth_tracker"]
 
-    Use it to continue a run that was started in PyTorch: `rule.init()` returns the
-    restored state, so `loss_scaled(optimizer, rule)` starts from it. If the tracker is
-    already beyond the interval, the scale grows on the next finite step. (PyTorch tests
-    `==`, so its scale would not grow before an overflow resets the tracker.)
+    If the tracker is already beyond the interval, the scale grows on the next finite
+    step. (In PyTorch it would not grow before an overflow resets the tracker.)
 
     Args:
       state_dict: The five entries of PyTorch, each a number or an array with one entry.
@@ -90,12 +91,12 @@ def to_torch_state_dict(
 ) -> dict[str, float | int]:
     """Makes a dict for `torch.amp.GradScaler.load_state_dict`.
 
+    Use it outside `jit`, to continue a run in PyTorch. A state does not hold the
+    settings of its rule, so pass them again if they differ from PyTorch's defaults.
+
         {"scale": s, "_growth_tracker": growth_count, ...the settings}
 
-    Use it outside `jit`, to continue a run in PyTorch. A state does not hold the
-    settings of its rule, so pass them again if they differ from PyTorch's defaults. The
-    hysteresis and the counts of skipped steps are dropped, because PyTorch has no place
-    for them.
+    The hysteresis and the counts of skipped steps are dropped.
 
     Args:
       state: A `LossScaleState` of a rule that counts as PyTorch does (`presets.torch`,

@@ -190,7 +190,13 @@ def anchors(path):
     }
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md"),
+        *(str(path.relative_to(ROOT)) for path in project_files("benchmarks/*/*.md")),
+    ],
+)
 def test_links_within_the_repository_lead_somewhere(name):
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -210,7 +216,7 @@ def test_every_name_of_the_package_in_readme_and_documentation_exists():
 
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 TEXTS = ("*.md", "*.toml", "*.cff", "docs/**/*.md", "docs/*.py", "notebooks/*.ipynb")
-TEXTS += ("benchmarks/*.md", "optax_lossscale/**/*.py")
+TEXTS += ("benchmarks/**/*.md", "optax_lossscale/**/*.py")
 
 
 def test_every_file_has_the_addresses_of_pyproject():

@@ -15,7 +15,7 @@ from helpers.site import ROOT, SITE, find_chromium, new_page, open_browser, serv
 
 SOURCES = project_files(
     *("docs/**", "notebooks/*.ipynb", "optax_lossscale/**/*.py"),
-    *("benchmarks/README.md", "benchmarks/*.png", "CHANGELOG.md"),
+    *("benchmarks/**/*.md", "benchmarks/**/*.png", "CHANGELOG.md"),
 )
 PHONE = {"width": 390, "height": 844}
 

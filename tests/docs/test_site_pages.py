@@ -40,7 +40,7 @@ def test_the_help_of_the_package_names_every_public_name(name):
     assert f"`{name}`" in ols.__doc__
 
 
-MEASUREMENTS = (DOCS.parent / "benchmarks" / "README.md").read_text()
+MEASUREMENTS = "".join(x.read_text() for x in project_files("benchmarks/**/*.md"))
 FIGURE = r"(?<![\w.])\d+\.\d+(?:e-\d+)?(?![\w.]*\d)"
 # Pages, and the headings of the sections that are about measurements; "" is all.
 SECTIONS = [

@@ -7,10 +7,12 @@ import os
 import re
 
 os.environ["KERAS_BACKEND"] = "jax"
+import jax
 import jax.numpy as jnp
 import keras
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -112,17 +114,27 @@ def test_the_layers_of_the_page_compute_in_the_precision_of_their_policies():
 
 def test_the_block_learns_and_computes_products_in_float16():
     names, _ = run("docs/frameworks.md", "Keras 3")
-    assert names["loss"] < 0.1 * jnp.mean(names["y"] ** 2)
-    args = *names["state"][:2], names["x"], names["y"]
+    assert names["loss"] < 0.1
+    args = *names["state"][:2], names["images"], names["labels"]
     assert dtypes_of(names["loss_fn"], *args) == ["float16", "float16"]
 
 
-def test_both_loops_that_answer_keras_19244_learn_the_same_parameters():
+def test_the_loop_that_answers_keras_19244_learns_the_parameters_of_ours():
     heading = "keras #19244: `LossScaleOptimizer` in a loop of your own"
     names, _ = run("docs/for_maintainers.md", heading)
     assert names["loss"] < 0.05 * jnp.mean(names["y"] ** 2)
-    by_keras, by_optax = names["by_keras"][0], names["by_optax"][0]
-    for ours, theirs in zip(by_optax, by_keras, strict=True):
+    tx = ols.loss_scale_optimizer(optax.sgd(0.1))
+    trainable, opt_state = names["start"], tx.init(names["start"])
+
+    @jax.jit
+    def step(trainable, opt_state):
+        grad_fn = ols.scaled_value_and_grad(names["mean_squared_error"], opt_state)
+        updates, opt_state = tx.update(grad_fn(trainable)[1], opt_state, trainable)
+        return optax.apply_updates(trainable, updates), opt_state
+
+    for _ in range(20):
+        trainable, opt_state = step(trainable, opt_state)
+    for ours, theirs in zip(trainable, names["variables"][0], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
@@ -137,9 +149,8 @@ def test_the_block_assigns_its_values_to_the_model():
 def test_a_nan_batch_changes_no_variable_of_the_block():
     names, _ = run("docs/frameworks.md", "Keras 3")
     *old, opt_state = names["state"]
-    bad_x = names["x"].at[0, 0].set(jnp.nan)
-    *new, new_state, loss = names["step"](*names["state"], bad_x, names["y"])
-    assert np.isnan(loss)
+    bad = names["images"].at[0, 0].set(jnp.nan)
+    *new, new_state, _ = names["step"](*names["state"], bad, names["labels"])
     assert_nothing_but_the_scale_changed((new, new_state), (old, opt_state))
 
 
@@ -159,27 +170,37 @@ def new_model(kind):
     if kind == "scaled inside":
         scaled = ols.scaled_backward(model.compute_loss_and_updates, 2.0**12, 0, True)
         model.compute_loss_and_updates = scaled
-    model.compile(optimizer, loss="mse")
+    model.compile(optimizer, fitted()["loss"])
     return model
+
+
+def with_nan(images):
+    """A batch whose seventh image is NaN."""
+    return np.where(np.arange(len(images))[:, None, None, None] == 7, np.nan, images)
 
 
 def test_fit_learns_as_in_float32_with_products_in_float16():
     names = fitted()
     fit = functools.partial(
-        keras.Model.fit, x=names["x"], y=names["y"], batch_size=32, epochs=5, verbose=0
+        keras.Model.fit,
+        x=names["images"],
+        y=names["labels"],
+        batch_size=32,
+        epochs=5,
+        verbose=0,
     )
     kinds = ["float32", "low", "scaled inside"]
     losses = [fit(new_model(kind)).history["loss"] for kind in kinds]
     assert losses[0] != losses[1]
     np.testing.assert_allclose(losses[1], losses[0], rtol=5e-3)
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-3)
-    np.testing.assert_allclose(losses[1], names["history"]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(losses[1], names["losses"], rtol=1e-6)
     model = names["model"]
     values = [
         [variable.value for variable in variables]
         for variables in (model.trainable_variables, model.non_trainable_variables)
     ]
-    low = dtypes_of(model.stateless_call, *values, names["x"])
+    low = dtypes_of(model.stateless_call, *values, names["images"])
     assert low == ["float16", "float16"]
 
 
@@ -190,22 +211,21 @@ def test_a_guard_keeps_nan_out_of_the_moving_averages_of_fit():
         r"^low_call = .*?^model\.stateless_call = .*?$", page, re.M | re.S
     )
     exec(guard[0], {"ols": ols, "jnp": jnp, "model": model})
-    x, y = fitted()["x"][:32], fitted()["y"][:32]
-    for bad in (x, np.where(np.arange(32)[:, None] == 7, np.nan, x)):
+    images, labels = fitted()["images"][:32], fitted()["labels"][:32]
+    for batch in (images, with_nan(images)):
         old = [np.asarray(v.value) for v in model.non_trainable_variables]
-        model.fit(bad, y, verbose=0)
+        model.fit(batch, labels, verbose=0)
     assert_same_bits([np.asarray(v.value) for v in model.non_trainable_variables], old)
     assert not np.array_equal(old[0], np.zeros_like(old[0]))
 
 
 def test_a_nan_batch_of_fit_changes_no_trainable_variable():
     names, model = fitted(), new_model("low")
-    x, y = names["x"][:32], names["y"][:32]
-    model.fit(x, y, verbose=0)  # It makes Adam's moments.
+    images, labels = names["images"][:32], names["labels"][:32]
+    model.fit(images, labels, verbose=0)  # It makes Adam's moments.
     kept = [*model.trainable_variables, *model.optimizer.inner_optimizer.variables]
     old, scale = [np.asarray(v.value) for v in kept], model.optimizer.dynamic_scale
     scale = float(scale)
-    x = np.where(np.arange(32)[:, None] == 7, np.nan, x)
-    model.fit(x, y, verbose=0)
+    model.fit(with_nan(images), labels, verbose=0)
     assert_same_bits([np.asarray(v.value) for v in kept], old)
     assert float(model.optimizer.dynamic_scale) == scale / 2

@@ -1,12 +1,21 @@
 """Run the programs of a page."""
 
+import contextlib
+import io
 import re
+
+import numpy as np
 
 from helpers.files import ROOT
 
+NUMBER = r"-?\d+(?:\.\d+)?"
+
 
 def run_section(page, heading):
-    """Runs the Python blocks under a heading of level 2; returns what they define."""
+    """Runs the Python blocks under a heading of level 2; returns what they define.
+
+    A block that ends with comments prints them.
+    """
     text = (ROOT / page).read_text()
     section = re.search(
         rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S
@@ -16,5 +25,17 @@ def run_section(page, heading):
     assert blocks, heading
     names = {"__name__": heading}
     for block in blocks:
-        exec(compile(block, f"{page}: {heading}", "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(block, f"{page}: {heading}", "exec"), names)
+        print(output.getvalue(), end="")
+        shown = re.search(r"^(?:# .*\n)+\Z", block, re.M)
+        if shown:
+            assert_alike(output.getvalue(), re.sub("^# ", "", shown[0], flags=re.M))
     return names
+
+
+def assert_alike(printed, shown):
+    """Checks that two texts are the same, up to the last digits of their numbers."""
+    assert re.sub(NUMBER, "", printed) == re.sub(NUMBER, "", shown)
+    pairs = (np.array(re.findall(NUMBER, text), float) for text in (printed, shown))
+    np.testing.assert_allclose(*pairs, rtol=0.02, atol=0.02)
