@@ -102,13 +102,25 @@ def test_no_page_is_wider_than_a_phone(visits):
     assert {page: w for page, w in widths.items() if w > PHONE["width"]} == {}
 
 
-def test_search_finds_the_entry_of_loss_scaled(browser, address):
-    page = new_page(browser, address)
+def search(page, words):
+    """Searches from the first page, and returns what is found."""
     page.goto("index.html")
     page.keyboard.press("Control+k")
-    page.keyboard.type("loss_scaled")
+    page.keyboard.type(words)
     page.keyboard.press("Enter")
-    results = page.locator("#search-results")
+    return page.locator("#search-results")
+
+
+@pytest.mark.parametrize("words", ["loss is NaN", "loss NaN"])
+def test_search_for_a_nan_finds_troubleshooting_first(browser, address, words):
+    results = search(new_page(browser, address), words)
+    first = results.locator("li a").first
+    assert "troubleshooting.html" in first.get_attribute("href", timeout=10_000)
+
+
+def test_search_finds_the_entry_of_loss_scaled(browser, address):
+    page = new_page(browser, address)
+    results = search(page, "loss_scaled")
     entry = results.locator("a[href$='#optax_lossscale.loss_scaled']").first
     entry.click(timeout=10_000)
     page.wait_for_url("**/reference/*#optax_lossscale.loss_scaled")

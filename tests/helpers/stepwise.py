@@ -12,6 +12,7 @@ import numpy as np
 
 F32 = np.float32
 LARGEST = 65504.0  # Of float16.
+_QUIET_STEPS = 32
 
 
 class Dynamic(NamedTuple):
@@ -22,7 +23,7 @@ class Dynamic(NamedTuple):
     h: int
 
     def numbers(self) -> tuple[float, ...]:
-        return self
+        return tuple(self)
 
 
 def first_dynamic(settings: dict) -> Dynamic:
@@ -76,7 +77,7 @@ def headroom(
     s, recent, peaks = state
     low, high = settings["min_scale"], settings["max_scale"]
     usable = float(F32(LARGEST * 2.0 ** -settings["margin_bits"]))
-    quiet = min(len(recent), 32)
+    quiet = min(len(recent), _QUIET_STEPS)
     fading = F32(2.0 ** (-4 / settings["history"]))
     # A magnitude that the present scale would have carried beyond float16 is wrong.
     peaks = tuple(peak if peak <= LARGEST / s else 0.0 for peak in peaks)
@@ -93,6 +94,8 @@ def headroom(
     is_flushed = largest == 0 and all(peak > 0 for peak in peaks[-2:])
     if not is_flushed:
         recent = (*recent[1:], largest)
+        # At first the magnitudes are zero, so `step_count` must tell. It counts skipped
+        # steps too.
         if step_count >= quiet and not any(recent[-quiet:]):
             recent, fading, new = (0.0,) * len(recent), F32(2.0**-4), s * 2**4
     top = max(*recent, *_faded(peaks, fading))
