@@ -144,7 +144,9 @@ def numbers(states: Any) -> np.ndarray:
 
 def in_batches(function: Callable[..., Any]) -> Callable[..., Any]:
     """Maps a function over any number of states, with one compiled program."""
-    compiled = jax.jit(jax.vmap(function))
+    # There are many programs and few states, so compiling takes most of the time.
+    options = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(jax.vmap(function), compiler_options=options)
 
     def run(*args: Any) -> Any:
         total = len(jax.tree.leaves(args)[0])

@@ -96,7 +96,7 @@ def run_headroom(
     fading = np.float32(2 ** (-4 / history))
     usable = Fraction(float(np.float32(65504 * 2.0**-margin_bits)))
     magnitudes, peak, age = [Fraction(0)] * recent, np.float32(0), 0
-    s, row, trace = init_scale, 0, []
+    s, row, applied, trace = init_scale, 0, 0, []
 
     def below(limit: Fraction) -> float:
         """The largest power of two that is at most the limit."""
@@ -105,7 +105,7 @@ def run_headroom(
             power /= 2
         return power
 
-    for steps, maximum in enumerate(maxima):
+    for maximum in maxima:
         age += 1
         if age > history:
             peak = np.float32(0)
@@ -115,7 +115,7 @@ def run_headroom(
             if is_known:
                 magnitudes = [*magnitudes[1:], Fraction(maximum)]
             before, peak = peak, peak * fading
-            if is_known and steps >= quiet and not any(magnitudes[-quiet:]):
+            if is_known and applied + 1 >= quiet and not any(magnitudes[-quiet:]):
                 magnitudes = [Fraction(0)] * recent
                 peak = before * np.float32(2.0**-4)
                 new = s * 2**4
@@ -129,6 +129,7 @@ def run_headroom(
         if not math.isfinite(maximum):
             new = min(new, s / 2**8 if row else s)
         row = 0 if math.isfinite(maximum) else row + 1
+        applied += math.isfinite(maximum)
         s = min(max(new, min_scale), max_scale)
         trace.append(s)
     return trace

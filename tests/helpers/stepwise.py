@@ -70,10 +70,11 @@ def first_headroom(settings: dict) -> Headroom:
     )
 
 
-def headroom(
-    state: Headroom, largest: float, step_count: int, settings: dict
-) -> Headroom:
-    """The next state; `largest` is the largest magnitude, infinity for an overflow."""
+def headroom(state: Headroom, largest: float, applied: int, settings: dict) -> Headroom:
+    """The next state; `largest` is the largest magnitude, infinity for an overflow.
+
+    So many steps were `applied` before.
+    """
     s, recent, peaks = state
     low, high = settings["min_scale"], settings["max_scale"]
     usable = float(F32(LARGEST * 2.0 ** -settings["margin_bits"]))
@@ -94,9 +95,8 @@ def headroom(
     is_flushed = largest == 0 and all(peak > 0 for peak in peaks[-2:])
     if not is_flushed:
         recent = (*recent[1:], largest)
-        # At first the magnitudes are zero, so `step_count` must tell. It counts skipped
-        # steps too.
-        if step_count >= quiet and not any(recent[-quiet:]):
+        # At first the magnitudes are zero, so the count of steps must tell.
+        if applied + 1 >= quiet and not any(recent[-quiet:]):
             recent, fading, new = (0.0,) * len(recent), F32(2.0**-4), s * 2**4
     top = max(*recent, *_faded(peaks, fading))
     if top:

@@ -123,8 +123,19 @@ def test_a_scale_so_low_that_all_gradients_underflow_rises_again():
     rule = ols.headroom_loss_scale(2.0**-20, recent=4)
     scales, _, zero = train(rule, [2.0**-10] * 20)
     assert zero[:4].all()
-    assert scales[4] == 2.0**-20
+    assert scales[3] == 2.0**-20
+    assert scales[4] == 2.0**-16
     assert scales[-1] == 2.0**24  # The cap; the gradients would allow 65504 * 2**10.
+
+
+def test_skipped_steps_are_no_steps_of_zeros():
+    rule = ols.headroom_loss_scale(recent=4)
+    tx = ols.loss_scaled(optax.sgd(1.0), rule)
+    state = tx.init(jnp.ones(2))
+    for _ in range(5):
+        _, state = tx.update(jnp.ones(2), state, accept=False)
+    _, state = tx.update(jnp.zeros(2), state)
+    assert ols.get_loss_scale(state) == 2.0**15
 
 
 def test_a_row_of_bad_batches_lowers_the_scale_by_one_bit_for_at_most_the_history():
