@@ -241,7 +241,8 @@ def check_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer whose `update` takes extra arguments."""
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its `gradient_transformation()` takes no extra arguments, its `update` does.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     is_numpyro = hasattr(inner, "eval_and_update")
     if is_numpyro or not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(

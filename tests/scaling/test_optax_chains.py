@@ -42,6 +42,33 @@ def test_accumulation_inside_the_wrapper_never_notices_a_bad_step():
     assert ols.loss_scale_metrics(state)["total_notfinite"] == 2
 
 
+def weighted():
+    def update(updates, state, params=None, *, weight=1.0, **extra_args):
+        del params, extra_args
+        return optax.tree.scale(weight, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+WRAPPERS = {
+    "loss_scaled": ols.loss_scaled,
+    "no loss scale": lambda inner: ols.loss_scaled(inner, ols.no_loss_scale()),
+    "master_weights": ols.master_weights,
+    "Keras": ols.loss_scale_optimizer,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_extra_arguments_reach_an_optimizer_inside_multi_steps(wrapper):
+    tx = wrapper(optax.MultiSteps(weighted(), 1))
+    params = jnp.ones(2)
+    state = tx.init(params)
+    scale = 1.0 if wrapper is ols.master_weights else ols.get_loss_scale(state)
+    with standard_promotion():
+        updates, _ = tx.update(scale * params, state, params, weight=jnp.float32(3.0))
+    assert_same_bits(updates, jnp.full(2, 3.0))
+
+
 def test_in_a_chain_it_skips_a_bad_step():
     wrapped = ols.loss_scaled(adam(), RULE)
     tx = optax.chain(optax.chain(wrapped), optax.scale(0.5))
