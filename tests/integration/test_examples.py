@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from _lib.tables import print_table
+from _lib.tables import table_of
 from helpers.compat import sets_devices_again
 from helpers.inner import standard_promotion
 from loop import has_checkpoint
@@ -178,7 +178,7 @@ def test_a_killed_run_continues_with_the_same_bits(task, tmp_path):
 def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys):
     real_models = importlib.import_module("real_models")
     runs = [run for run in real_models.load([task]) if run["task"] == task]
-    print_table(real_models.rows_of(real_models.TASKS[task], runs))
+    print(table_of(real_models.rows_of(real_models.TASKS[task], runs)))
     folder = real_models.BENCHMARKS / real_models.TASKS[task].folder
     page = (folder / "README.md").read_text()
     assert capsys.readouterr().out in page
