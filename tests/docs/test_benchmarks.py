@@ -250,7 +250,7 @@ def test_tiny_models_take_the_parts_for_gpus_to_their_ends(
     (batch,) = tables[f"largest batch: {model}"]
     assert int(batch["batch"]) > 2  # The batch of the tiny model.
     assert [row["way"] for row in tables["The update alone"]] == on_gpu.UPDATES
-    assert f"#### {model}" in capsys.readouterr().out
+    assert f"\n### {model}\n" in capsys.readouterr().out
 
 
 def out_of_memory_above(limit):
