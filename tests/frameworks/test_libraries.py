@@ -40,8 +40,7 @@ def test_haiku_trains_and_only_the_products_are_in_float16():
 def test_haiku_keeps_parameters_moments_and_its_state_after_a_nan():
     names, (params, state, opt_state), bad = haiku()
     labels = names["labels"]
-    *new, new_state, loss = names["step"](params, state, opt_state, bad, labels)
-    assert np.isnan(loss)
+    *new, new_state, _ = names["step"](params, state, opt_state, bad, labels)
     old = [params, state]
     assert_nothing_but_the_scale_changed((new, new_state), (old, opt_state))
     # The state that the model returned is not fit for use.
