@@ -239,15 +239,20 @@ def run_all(names: Iterable[str], traces: dict[str, Trace]) -> Runs:
     return of_rules
 
 
+def figures(traces: dict[str, Trace], runs: Runs) -> dict[str, dict[str, Any]]:
+    """Returns the figures of each rule on each trace."""
+    return {
+        name: {kind: measure(traces[kind], *of_kind) for kind, of_kind in row.items()}
+        for name, row in runs.items()
+    }
+
+
 def table(traces: dict[str, Trace], runs: Runs) -> list[dict[str, str]]:
     """Returns a table with a row for each rule."""
-    rows = []
-    for name, of_rule in runs.items():
-        row = {"rule": name}
-        for kind, of_kind in of_rule.items():
-            row[kind] = cell(measure(traces[kind], *of_kind))
-        rows.append(row)
-    return rows
+    return [
+        {"rule": name, **{kind: cell(result) for kind, result in row.items()}}
+        for name, row in figures(traces, runs).items()
+    ]
 
 
 def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:

@@ -63,16 +63,15 @@ def with_output(page: str, command: list[str], text: str) -> str:
 def recorded(name: str) -> Tables:
     """Returns the tables of a page of `results`, by their headings.
 
-    A heading that the page has twice is followed by its number: `GPT`, then `GPT 2`.
+    Of a heading that the page has twice, the first.
     """
     tables: Tables = {}
     pattern = r"^### (.+)\n\n((?:\|.*\n)+)"
     page = (RESULTS / f"{name}.md").read_text()
     for heading, table in re.findall(pattern, page, re.MULTILINE):
         keys, _, *rows = map(_cells, table.splitlines())
-        count = sum(each.split(" 2")[0] == heading for each in tables) + 1
-        unique = heading if count == 1 else f"{heading} {count}"
-        tables[unique] = [dict(zip(keys, row, strict=True)) for row in rows]
+        named = [dict(zip(keys, row, strict=True)) for row in rows]
+        tables.setdefault(heading, named)
     return tables
 
 

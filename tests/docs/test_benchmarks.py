@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 import sys
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import autocast
 import on_gpu
 import optax_lossscale as ols
+import rules
 import summary
 import whole_step
 from _lib import compiled_text, plain_models, steps, update_times
@@ -310,42 +310,28 @@ def test_the_overhead_is_measured_for_every_way(run_script):
     assert float(outside["time"]) > 0
 
 
-class Figures(NamedTuple):
-    """The figures of a rule on a history; `flushed` is in per cent."""
-
-    skips: float
-    unused_bits: float
-    flushed: float
-
-
-def figures_of(row):
-    figures = {}
-    for kind, cell in row.items():
-        if kind != "rule":
-            skips, unused_bits, _, flushed = cell.rstrip("%").split(" / ")
-            figures[kind] = Figures(*map(float, (skips, unused_bits, flushed)))
-    return figures
-
-
 @slow
 def test_on_made_up_traces_headroom_beats_the_default_rule_of_torch(
     run_script, tmp_path
 ):
     picture = tmp_path / "rules.png"
     tables = run_script("rules", "--quick", "--plot", str(picture))
-    made_up, recorded, bad_batches, _ = tables.values()
-    torch, headroom = map(figures_of, made_up)
+    bad_batches = list(tables.values())[2]
+    made_up, recorded = (
+        rules.figures(traces, rules.run_all(rules.COMPARED, traces))
+        for traces in (rules.synthetic_traces(), rules.recorded_traces())
+    )
+    torch, headroom = made_up["presets.torch"], made_up["headroom_loss_scale"]
     spikes = "spikes of 8 bits"  # There it skips more.
     for kind in torch:
-        assert headroom[kind].unused_bits < torch[kind].unused_bits, kind
-        is_less = headroom[kind].skips < torch[kind].skips
+        assert headroom[kind]["unused bits"] < torch[kind]["unused bits"], kind
+        is_less = headroom[kind]["skips"] < torch[kind]["skips"]
         assert is_less == (kind != spikes), kind
-    assert headroom["sudden rise of 9 bits"].skips <= 3
-    assert headroom[spikes].flushed < torch[spikes].flushed / 10
-    _, headroom = map(figures_of, recorded)
-    for kind, figures in headroom.items():
-        assert figures.skips == 0, kind
-        assert figures.flushed <= 0.01, kind
+    assert headroom["sudden rise of 9 bits"]["skips"] <= 3
+    assert headroom[spikes]["flushed"] < torch[spikes]["flushed"] / 10
+    for kind, figures in recorded["headroom_loss_scale"].items():
+        assert figures["skips"] == 0, kind
+        assert figures["flushed"] < 1e-4, kind
     for row in bad_batches:
         bits, flushed, zero = map(float, row["at most more"].split(" / "))
         assert max(bits, flushed) < 1, row

@@ -10,39 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from helpers import stepwise
+
 
 def run_dynamic(
-    history: Iterable[bool],
-    *,
-    init_scale: float,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-    hysteresis_refill: str,
+    history: Iterable[bool], **settings: Any
 ) -> list[tuple[float, bool, int, int, int]]:
     """The dynamic rule after each step.
 
     A row holds scale, last finite, consecutive skips, all skips, steps.
     """
-    f32 = np.float32
-    s, n, h = f32(init_scale), 0, hysteresis
+    state = stepwise.first_dynamic(settings)
     row = total = 0
     trace = []
     for steps, finite in enumerate(history, start=1):
-        if finite:
-            n, row = n + 1, 0
-            if hysteresis_refill == "finite":
-                h = hysteresis
-            if n >= growth_interval:
-                s, n, h = min(s * f32(growth_factor), f32(max_scale)), 0, hysteresis
-        else:
-            n, h, row, total = 0, h - 1, row + 1, total + 1
-            if h <= 0:
-                s = max(s * f32(backoff_factor), f32(min_scale))
-        trace.append((float(s), finite, row, total, steps))
+        state = stepwise.dynamic(state, finite, settings)
+        row, total = (0, total) if finite else (row + 1, total + 1)
+        trace.append((float(np.float32(state.s)), finite, row, total, steps))
     return trace
 
 

@@ -1,7 +1,7 @@
 """One step of each rule in plain Python, written from its definition.
 
 The dynamic rule is section 4 of the design, the headroom rule the docstrings of
-`headroom_loss_scale` and its state. `oracle` runs them over a whole history.
+`headroom_loss_scale` and its state.
 """
 
 import math
