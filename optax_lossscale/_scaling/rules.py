@@ -97,12 +97,10 @@ class _MadeRule(LossScale):
     Copies that `_replace` or JAX make lose its attributes.
 
     Attributes:
-      change: What the rule does in a step, without the count of it.
       name: The function that made the rule.
       made_with: The settings that it was made with.
     """
 
-    change: Change | None = None
     name = "LossScale"
     made_with: dict[str, Any] | None = None
 
@@ -152,32 +150,12 @@ def make_rule(
             finite &= jnp.isfinite(largest)
         return count_step(state, finite, *change(state, finite, largest))
 
-    rule = _MadeRule(init, adjust, needs_grads_max=needs_grads_max)
-    rule.change = change
-    return rule
-
-
-def change_of(rule: LossScale) -> Change:
-    """What a rule does in a step, without the count of it."""
-    if keeps_scale(rule):
-        return keep_scale
-    if isinstance(rule, _MadeRule) and rule.change is not None:
-        return rule.change
-
-    def change(
-        state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
-        largest = (grads_max,) if rule.needs_grads_max else ()
-        adjusted = rule.adjust(state, finite, *largest)
-        return adjusted.loss_scale, adjusted.rule_state
-
-    return change
+    return _MadeRule(init, adjust, needs_grads_max=needs_grads_max)
 
 
 def with_settings(rule: LossScale, name: str, settings: dict[str, Any]) -> LossScale:
     """The same rule, which shows a name and settings."""
     made = _MadeRule(*rule)
-    made.change = getattr(rule, "change", None)
     made.name, made.made_with = name, settings
     return made
 
@@ -523,14 +501,6 @@ def _init_one() -> LossScaleState:
     return first_state(1.0, Unscaled())
 
 
-def keep_scale(
-    state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
-) -> tuple[jax.Array, PyTree]:
-    """The change of a rule that changes nothing."""
-    del finite, grads_max
-    return state.loss_scale, state.rule_state
-
-
 def _as_bool(grads_finite: ArrayLike, state: LossScaleState) -> jax.Array:
     """What `adjust` was given, `bool[]`; NaN is False.
 
@@ -548,7 +518,7 @@ def _as_bool(grads_finite: ArrayLike, state: LossScaleState) -> jax.Array:
             "`all_finite(grads)`?)"
         )
     given = jnp.asarray(grads_finite)
-    return given.astype(bool) & ~jnp.isnan(given)
+    return given if given.dtype == bool else given.astype(bool) & ~jnp.isnan(given)
 
 
 def count_step(

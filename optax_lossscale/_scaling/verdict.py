@@ -12,7 +12,7 @@ from optax_lossscale._ground.states import LossScaleState
 from optax_lossscale._ground.tree import where_true
 from optax_lossscale._ground.types import AxisName, PyTree
 from optax_lossscale._scaling.finite import is_finite, largest_magnitude, on_all_devices
-from optax_lossscale._scaling.rules import LossScale, change_of
+from optax_lossscale._scaling.rules import LossScale
 from optax_lossscale._scaling.state import is_usable
 
 
@@ -79,14 +79,15 @@ def judge(
         return None if accepted is None else Verdict(accepted, *unchanged)
     with jax.debug_infs(False):  # Here an infinity is an answer and no fault.
         finite, grads_max = _look_at_grads(rule, step, axis_name)
-        changed = change_of(rule)(old, finite, grads_max)
-    verdict = Verdict(finite if rule.skips else step.was_usable, *changed)
+        new = rule.adjust(old, finite, *grads_max)  # Its counts are not used.
+    is_applied = finite if rule.skips else step.was_usable
+    verdict = Verdict(is_applied, new.loss_scale, new.rule_state)
     return verdict if accepted is None else reject_unless(accepted, verdict, old)
 
 
 def _look_at_grads(
     rule: LossScale, step: Step, axis_name: AxisName | None
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Whether the gradients are finite, and the largest of them if the rule needs it.
 
     All devices get the same answer, for which one number crosses devices.
@@ -97,11 +98,11 @@ def _look_at_grads(
             grads, step.divisor, axis_name, grads_finite=step.grads_finite
         )
         finite = jnp.isfinite(grads_max) & step.was_usable
-        return finite, jnp.where(step.was_usable, grads_max, jnp.inf)
+        return finite, (jnp.where(step.was_usable, grads_max, jnp.inf),)
     if not rule.skips:
-        return step.was_usable, None
+        return step.was_usable, ()
     finite = is_finite(grads, step.divisor, axis_name, grads_finite=step.grads_finite)
-    return finite & step.was_usable, None
+    return finite & step.was_usable, ()
 
 
 def reject_unless(

@@ -163,6 +163,7 @@ def test_around_it_every_transformation_of_jax_works(name):
     assert wide == {"float32": 2, "float16": 5 if name == "checkpoint" else 3}
 
 
+@pytest.mark.slow
 def test_a_derivative_of_any_order_is_right():
     """Of a sum of squares of products, whose derivatives a polynomial has exactly."""
     x, w = integers(3, 2, largest=3), integers(2, 2, largest=3)

@@ -195,6 +195,7 @@ def test_arguments_that_are_not_arrays_are_static():
     assert_close(ols.autocast(fun)(W, X, **settings), fun(W, X, **settings))
 
 
+@pytest.mark.slow
 def test_an_integer_array_can_be_the_bound_of_a_loop_that_is_differentiated():
     def fun(w, n):
         return jnp.sum(lax.fori_loop(0, n, lambda i, x: jnp.tanh(x @ w), X))

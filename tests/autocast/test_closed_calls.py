@@ -112,6 +112,7 @@ def root(w, x):
     return lax.custom_root(residual, jnp.zeros(8), solve, tangent_solve)
 
 
+@pytest.mark.slow
 def test_the_products_of_a_root_are_low_in_both_passes(capsys):
     low = ols.autocast(root)
     y = jnp.zeros(8)
@@ -154,6 +155,7 @@ def test_the_rule_for_batches_is_low_before_and_after_autocast(fun):
         np.testing.assert_array_equal(result, result.astype(jnp.float16))
 
 
+@pytest.mark.slow
 def test_the_transpose_of_a_linear_call_is_low():
     def fun(w):
         return linear_call(lambda x, w: x @ w, lambda x, g: x.T @ g, X, w)

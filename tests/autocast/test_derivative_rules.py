@@ -100,6 +100,7 @@ def by_jvp_rule(primals, tangents):
     return (y, *others), (3 * (x_dot @ w + x @ w_dot), *map(float0_of, others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", [by_vjp, by_jvp])
 def test_results_without_derivatives_pass_through_a_rule(route):
     def fun(w, x):
@@ -111,6 +112,7 @@ def test_results_without_derivatives_pass_through_a_rule(route):
     assert_autocast(fun, W, X)
 
 
+@pytest.mark.slow
 def test_rules_can_take_integers_keys_and_static_arguments():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def layer(act, w, count, nothing, key):

@@ -114,7 +114,6 @@ def summed_over_devices(compiled):
     return found
 
 
-@pytest.mark.fast_every(3)  # Compiling for several devices takes long.
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -212,6 +211,7 @@ def test_axes_of_an_explicit_mesh_can_be_automatic_inside():
     assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_scan_inside_shard_map_can_be_differentiated_from_inside_and_outside():
     x, ws = normal(0, 4, 3), normal(1, 2, 3, 3)
 

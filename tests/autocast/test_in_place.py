@@ -122,6 +122,7 @@ def test_a_function_runs_in_the_dtype_of_each_autocast_around_it():
     assert dtypes_of(both, X) == ["float16", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_programs_are_forgotten_with_the_functions_that_they_belong_to():
     class Data:
         pass

@@ -65,6 +65,7 @@ def test_a_linen_module_makes_the_parameters_that_it_makes_without(kind):
         assert_same_state(variables, plain_variables(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", [AroundCompact, Closure])
 def test_what_a_linen_module_changes_comes_out(kind, jit):
@@ -82,6 +83,7 @@ def test_what_a_linen_module_changes_comes_out(kind, jit):
     assert "f16" in str(program)
 
 
+@pytest.mark.slow
 def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
     norm = nn.BatchNorm(use_running_average=False)
     variables = norm.init(KEYS, ROWS)
@@ -126,6 +128,7 @@ def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, gi
     assert are_same(jax.tree.leaves(bound.variables), before)
 
 
+@pytest.mark.slow
 def test_methods_of_an_equinox_module_can_be_decorated_or_wrapped():
     class Layer(eqx.Module):
         linear: eqx.nn.Linear

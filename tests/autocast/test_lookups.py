@@ -84,7 +84,6 @@ def low_loss(lookup):
 @pytest.mark.parametrize("name", LOOKUPS)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.fast_every(3)
 def test_the_gradient_of_a_lookup_counts_its_hits(name, dtype, level):
     # At O1 the parameters themselves are in half precision.
     table = TABLE.astype(dtype) if level == "O1" else TABLE
@@ -97,7 +96,6 @@ def test_the_gradient_of_a_lookup_counts_its_hits(name, dtype, level):
 
 @pytest.mark.parametrize("name", OF_ONE_INDEX)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.fast_every(3)
 def test_a_lookup_that_is_mapped_outside_of_autocast_counts_its_hits(name, level):
     table = TABLE.astype(jnp.float16) if level == "O1" else TABLE
     lookup = ols.autocast(OF_ONE_INDEX[name], level=level)
@@ -126,6 +124,7 @@ def test_a_lookup_in_a_scope_of_high_counts_its_hits():
     np.testing.assert_array_equal(grads[:, 0], COUNTS)
 
 
+@pytest.mark.slow
 def test_marks_keep_products_beside_lookups_as_they_are_written():
     table = TABLE.astype(jnp.float16)
     factor = jnp.full((2, 2), 1 + 2.0**-12, jnp.float32)  # In float16 it is 1.

@@ -84,6 +84,7 @@ def test_without_recompute_a_loop_saves_what_jax_saves():
     assert in_float32["float32"] > 3
 
 
+@pytest.mark.slow
 def test_a_loop_needs_less_memory_than_float32():
     ws, x = jnp.ones((8, 64, 64)), jnp.ones((512, 64))
 
@@ -116,6 +117,7 @@ def test_what_takes_long_to_compute_is_saved_and_not_computed_again(name):
     assert low["exp"] == plain["exp"] + 1  # This one is cheap.
 
 
+@pytest.mark.slow
 def test_a_loop_with_complex_numbers_saves_what_jax_saves():
     """JAX cannot round those that a checkpoint saves."""
 

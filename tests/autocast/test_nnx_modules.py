@@ -56,6 +56,7 @@ def test_what_a_call_changes_reaches_the_module_through(around):
     assert_agrees(program, rtol=4e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_call_changes_reaches_a_module_given_as(way):
     assert_agrees(lambda model, wrap: [WAYS[way](model, wrap) for _ in range(2)])

@@ -94,6 +94,7 @@ def test_what_numpy_computes_inside_has_64_bits(way, level):
     np.testing.assert_array_equal(phase, [0, 1])
 
 
+@pytest.mark.slow
 @levels
 def test_an_array_of_integers_is_static_in_every_transformation(level):
     def fun(w, sizes):

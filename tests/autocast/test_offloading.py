@@ -84,7 +84,6 @@ of_all = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.fast_every(2)
 @of_all
 def test_gradients_of_a_program_that_offloads_are_those_of_plain_jax(fun, policy):
     plain, *casts = variants(fun, OFFLOAD[policy])

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import optax_lossscale as ols
 from helpers.under_autocast import W, X
@@ -38,6 +39,7 @@ def make_loss():
     return loss
 
 
+@pytest.mark.slow
 def test_eight_threads_at_once_get_what_each_gets_alone(monkeypatch):
     printed = collections.defaultdict(list)
     barrier = threading.Barrier(THREADS, timeout=100)  # In case that one of them fails.

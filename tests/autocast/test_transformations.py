@@ -26,7 +26,6 @@ from helpers.under_autocast import (
 # --- Inside -----------------------------------------------------------------------
 
 
-@pytest.mark.fast_every(2)  # Compiling gradients takes long.
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_run_low_in_a_function_with(name):
     assert_autocast(lambda w, x: jnp.mean(PROGRAMS[name](w, x) ** 2), W, X)
@@ -54,7 +53,6 @@ def test_a_function_with_a_rule_for_batches_runs_low():
 # --- Outside ----------------------------------------------------------------------
 
 
-@pytest.mark.fast_every(4)  # Compiling gradients takes long.
 @pytest.mark.parametrize(
     "transform",
     [
@@ -98,6 +96,7 @@ def test_checkify_finds_the_nan_that_a_product_makes():
     assert checked(W, X)[0].get() is None
 
 
+@pytest.mark.slow
 def test_a_function_is_exported_for_batches_of_any_size():
     x = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 4"), jnp.float32)
     cast = jax.jit(ols.autocast(jax.value_and_grad(dot_loss)))
@@ -107,6 +106,7 @@ def test_a_function_is_exported_for_batches_of_any_size():
         assert_close(exported.call(W, rows), cast(W, rows))
 
 
+@pytest.mark.slow
 def test_functions_run_without_jit_and_with_64_bits():
     expected = jax.value_and_grad(dot_loss)(W, X)
     with jax.disable_jit():
@@ -118,6 +118,7 @@ def test_functions_run_without_jit_and_with_64_bits():
 # --- Strange parts ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kernels_and_callbacks_read_and_return_float32(capsys):
     def kernel(x_ref, y_ref):
         y_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)

@@ -88,7 +88,6 @@ def kinds(fun, *args):
     return [(x.shape, x.dtype, x.weak_type) for x in results]
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("makers", [(weak, strong), (strong, weak), (weak, weak)])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize(

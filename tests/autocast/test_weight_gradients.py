@@ -193,6 +193,7 @@ def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, 
     assert types == [["f16", "f16", "f16"], ["f16", "f16", dtype]]
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient_is_right_but_rounded():
     """It is a derivative by the low copy of a factor, which the first one reads."""
     args = W, X, integers(64, 5)

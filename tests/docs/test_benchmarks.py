@@ -210,6 +210,7 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(run_script):
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_step_can_be_measured_with_float32_gradients_between_products():
     def results_of_products(way):
         with standard_promotion():
@@ -357,7 +358,6 @@ def test_autocast_runs_every_product_of_a_model_low(run_script):
         assert float(row["gradient error"].rstrip("%")) < 1, row
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("way", ["by hand", "autocast, O1", "autocast, O3"])
 @pytest.mark.parametrize("model", plain_models.MODELS)
 @jax.numpy_rank_promotion("allow")

@@ -172,6 +172,7 @@ def test_no_test_lists_files_but_those_that_git_tracks_or_that_it_made():
             assert not [name for name in listed if not name.endswith(made)], path
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_neither_flax_nor_matplotlib_nor_autocast():
     code = (
         "import sys, optax_lossscale; "

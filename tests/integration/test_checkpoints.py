@@ -121,6 +121,7 @@ def restore_equinox(folder, target):
 STARTS = [0, 6, len(GRADS)]  # Before a first, a bad and no step.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "restore"),
     [
@@ -215,6 +216,7 @@ def train_state(steps):
     return state
 
 
+@pytest.mark.slow
 def test_a_saved_train_state_goes_on_with_its_moments_under_a_loss_scale(tmp_path):
     checkpoints.save_checkpoint(tmp_path, train_state(3), step=3)
     restored = checkpoints.restore_checkpoint(tmp_path, target=train_state(0))
@@ -227,6 +229,7 @@ def test_a_saved_train_state_goes_on_with_its_moments_under_a_loss_scale(tmp_pat
     assert_same_bits(state.opt_state.inner_state, expected.opt_state)
 
 
+@pytest.mark.slow
 def test_a_saved_nnx_optimizer_goes_on_with_its_moments_under_a_loss_scale():
     def grads_of(model):
         return jax.tree.map(jnp.sin, nnx.state(model, nnx.Param))

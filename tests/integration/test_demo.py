@@ -116,6 +116,7 @@ def test_scales_of_the_table_stand_in_backticks():
     assert "| `2**20` `2**20` |" in row
 
 
+@pytest.mark.slow
 def test_a_rule_is_that_of_the_dynamic_variant_and_no_results_are_written_unasked(
     tmp_path, capsys, monkeypatch
 ):

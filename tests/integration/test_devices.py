@@ -141,6 +141,7 @@ def test_shard_map_equals_one_device_and_all_devices_skip_together(check_vma):
     assert state.loss_scale_state.total_notfinite == 1
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_shard_map_equals_one_device():
     tx = ols.loss_scaled(adam(), RULE, axis_name=("data", "model"))
 
@@ -156,6 +157,7 @@ def test_a_tensor_parallel_shard_map_equals_one_device():
     assert_close(train(step, PARAMS, state, BATCHES), on_one_device())
 
 
+@pytest.mark.slow
 def test_fully_sharded_parameters_and_moments_equal_one_device():
     mesh = make_mesh()
     tx = ols.loss_scaled(adam(), RULE)
@@ -213,6 +215,7 @@ def accumulate(tx, mean_grads=False):
     return run
 
 
+@pytest.mark.slow
 def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices():
     def make(axis_name):
         inner = optax.MultiSteps(optax.adam(0.1), 2)
@@ -229,6 +232,7 @@ def test_accumulation_under_scan_drops_a_bad_micro_batch_on_all_devices():
     assert optax.tree.get(state, "gradient_step") == 2
 
 
+@pytest.mark.slow
 def test_the_update_can_be_lowered_for_every_accelerator():
     platforms = ("tpu", "cuda", "rocm")
     tx = ols.loss_scaled(adam(), RULE)
@@ -371,6 +375,7 @@ def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint():
         assert "`axis_name` must name axes of the `pmap`" in notes
 
 
+@pytest.mark.slow
 def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
@@ -386,6 +391,7 @@ def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
         assert not jax.jit(largest)(params["c"]).any()
 
 
+@pytest.mark.slow
 def test_on_an_explicit_mesh_state_and_gradients_can_be_sharded_differently():
     mesh = make_mesh(AxisType.Explicit)
     params = matrices(mesh, {"a": P()})
@@ -464,6 +470,7 @@ def test_the_headroom_rule_sees_a_nan_on_any_shard(axis_type):
             assert not ols.find_loss_scale_state(after).last_finite, shard
 
 
+@pytest.mark.slow
 def test_all_devices_of_pmap_have_the_same_headroom_scale():
     tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
     params = jnp.ones(2)

@@ -28,6 +28,7 @@ def prompts_and_keys(batch):
     return prompts, jnp.asarray(RNG.integers(0, 2**32, (batch, 2)), jnp.uint32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heat", [1.0, 0.7])
 def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(heat):
     model = train_grpo.GPT(SMALL, nnx.Rngs(0))
@@ -81,6 +82,7 @@ def test_whole_answers_are_drawn_as_often_as_the_model_says(heat):
     assert np.all(np.abs(counted - expected) < 5 * error + 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_the_gradient_is_that_of_the_clipped_objective(advantage):
     """Of four digits: two inside the clip range, one of them with a weight."""
@@ -114,6 +116,7 @@ def test_a_weight_is_the_ratio_of_the_learner_to_the_sampler_and_at_most_two():
     np.testing.assert_allclose(weights, [0.5, 1.25, 2.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_kl_divergence_is_that_of_two_known_distributions():
     sampler, learner = np.array([0.5, 0.25, 0.25]), np.array([0.4, 0.4, 0.2])
     drawn = [0, 0, 1, 2]  # Each as often as the sampler draws it.

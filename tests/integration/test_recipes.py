@@ -134,6 +134,7 @@ def test_a_batch_that_overflows_at_every_scale_ends_after_the_repeats(repeats):
     assert scale_and_counts(new_state) == (2.0 ** (15 - tries), 1 + tries, tries, tries)
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_loss_that_is_not_finite_is_tried_once():
     params, opt_state = train_once()
     step = jax.jit(repeated(step_of(loss_fn)))
@@ -145,6 +146,7 @@ def test_a_batch_with_a_loss_that_is_not_finite_is_tried_once():
     assert scale_and_counts(new_state) == (2.0**14, 2, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_scale_of_the_headroom_rule_comes_back_after_the_repeats():
     tx = ols.loss_scaled(optax.sgd(0.0), ols.headroom_loss_scale())
     good_step = jax.jit(step_of(loss_fn, tx))
@@ -245,6 +247,7 @@ def program():
         return run_section("guides/logging.md", PROGRAM, x=x, y=x.sum(1)[:, None])
 
 
+@pytest.mark.slow
 def test_the_ported_program_measures_and_trains_as_the_float32_program(program):
     batches = jnp.stack([program["x"]] * 4)
     plain = program["start"], program["sgd"].init(program["start"])
@@ -257,6 +260,7 @@ def test_the_ported_program_measures_and_trains_as_the_float32_program(program):
     np.testing.assert_allclose(scaled[0]["w"], plain[0]["w"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_after_a_skip_the_ported_program_goes_on_to_the_next_batch(program):
     # The page's program has run four batches, of which the third was skipped.
     opt_state, metrics = program["opt_state"], program["metrics"]

@@ -123,6 +123,7 @@ def low(loss_fn):
     return ols.scaled_backward(ols.autocast(loss_fn), 2.0**12, has_aux=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [linen_net, nnx_net])
 def test_a_step_logs_and_clips_as_in_float32(net):
     adam = optax.adam(1e-2)
@@ -143,6 +144,7 @@ def test_a_step_logs_and_clips_as_in_float32(net):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", [linen_net, nnx_net])
 def test_a_nan_batch_changes_no_bit_of_the_sharded_state(net):
     tx = ols.loss_scaled(optax.adam(1e-2), ols.static_loss_scale(1.0))

@@ -44,6 +44,7 @@ def test_a_right_gradient_has_the_error_of_a_few_roundings(fun):
         assert error.size == grads[name].size
 
 
+@pytest.mark.slow
 def test_the_relative_error_is_that_of_the_gradient_of_autocast():
     low = ols.autocast(loss_fn, jnp.bfloat16)
     grads, right = jax.grad(low)(PARAMS, X)["w"], jax.grad(loss_fn)(PARAMS, X)["w"]
@@ -73,6 +74,7 @@ def test_an_overflow_is_counted_and_left_out_of_the_error():
     assert error.relative_error == 0
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_wrong_and_finite_is_found():
     hits = jnp.zeros(16384, int)  # Ones, added up in float16, stop at 2048.
 
@@ -86,6 +88,7 @@ def test_a_gradient_that_is_wrong_and_finite_is_found():
     assert errors["w"].relative_error == 0
 
 
+@pytest.mark.slow
 def test_half_precision_parameters_are_compared_with_float32_ones():
     half = ols.cast_params(PARAMS)
     table = gradient_errors(loss_fn, half, X.astype(jnp.float16), level="O0")
@@ -96,6 +99,7 @@ def test_half_precision_parameters_are_compared_with_float32_ones():
     np.testing.assert_allclose(table["w"].norm, norm, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_casts_by_itself_has_a_reference():
     def loss(params, dtype):
         return jnp.mean(nn.Dense(4, dtype=dtype).apply({"params": params}, X) ** 2)
@@ -131,6 +135,7 @@ def test_nnx_modules_can_be_arguments_and_are_not_changed(dtype):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
 
 
+@pytest.mark.slow
 def test_equinox_modules_can_be_arguments():
     model = eqx.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
     errors = gradient_errors(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, X)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from helpers.compare import assert_same_bits
 from helpers.modules import ROWS, Net, arrays_of, mean_square
@@ -9,6 +10,7 @@ from helpers.places import place_of
 from optax_lossscale.diagnostics import trace_operations
 
 
+@pytest.mark.slow
 def test_the_state_of_an_nnx_module_is_unchanged_bit_for_bit():
     net = Net()
     before = arrays_of(net)

@@ -127,6 +127,7 @@ def test_faults_in_layers_of_a_framework_are_named_forward_and_backward(framewor
     assert_named(first, kinds, line, framework.scope, is_backward=True)
 
 
+@pytest.mark.slow
 def test_the_product_whose_gradient_is_flushed_is_named():
     loss_fn = loss_with(flushed)
     worst = max(trace(loss_fn), key=lambda x: x.underflow)
@@ -138,6 +139,7 @@ def test_the_product_whose_gradient_is_flushed_is_named():
     assert not any(x.underflow for x in trace(loss_fn, loss_scale=2.0**15))
 
 
+@pytest.mark.slow
 def test_the_product_with_the_largest_error_is_named():
     operations = trace(loss_with(rounded), loss_scale=2.0**15)
     worst = max(operations, key=lambda x: x.error)
@@ -163,6 +165,7 @@ def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(capsys):
     assert first_nonfinite(trace(loss_fn, loss_scale=scale / 2)) is None
 
 
+@pytest.mark.slow
 def test_with_the_lines_of_the_report_in_high_no_operation_loses_much(capsys):
     def loss_fn(kernels, x):
         exact, large, small = kernels

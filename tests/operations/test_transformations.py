@@ -183,6 +183,7 @@ def test_of_branches_only_those_that_ran_are_listed(flags):
         assert operation.where == place_of(fun, "branches")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_no_operation_stands_twice_under_checkpoint(in_scan):
     def block(x, w):
@@ -310,7 +311,6 @@ def over_sharded_jit(fun, mesh):
 
 
 @pytest.mark.several_devices
-@pytest.mark.fast_every(2)  # Compiling for several devices takes long.
 @pytest.mark.filterwarnings("ignore:The function jit")  # With pmap, in JAX 0.7.
 @pytest.mark.parametrize(
     "shard",
@@ -371,6 +371,7 @@ def test_a_loss_with_other_results_is_differentiated_by_argnums(argnums, count):
     assert len(select(operations, "dot_general", is_backward=True)) == count
 
 
+@pytest.mark.slow
 def test_a_function_under_autocast_is_traced_as_it_is():
     def fun(w, x):
         with jax.named_scope("layer"):

@@ -266,6 +266,7 @@ def test_loops_under_64_bit_numbers_carry_what_a_step_made(module):
         assert dynamic_scale.fin_steps == 5
 
 
+@pytest.mark.slow
 def test_float64_gradients_stay_float64():
     with enable_x64(True):
         grad_fn = compat.DynamicScale().value_and_grad(lambda p: 1e300 * p)
@@ -406,6 +407,7 @@ def test_the_scale_after_some_steps(settings, xs, last):
     assert (dynamic_scale.scale, dynamic_scale.scale.dtype) == (last, jnp.float32)
 
 
+@pytest.mark.slow
 def test_without_flax_the_import_says_what_to_install():
     code = (
         "import sys; sys.modules['flax'] = None\n"

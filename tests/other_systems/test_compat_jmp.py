@@ -53,7 +53,6 @@ def scanned(loss_scale, history):
 # The rule.
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("trace", TRACES, ids=range(len(TRACES)))
 def test_the_dynamic_scale_follows_what_was_recorded_from_jmp(trace):
     config = dict(trace["config"])
@@ -207,6 +206,7 @@ def test_dtypes_stay_so_that_a_step_is_traced_once(first, counter, traces):
     assert loss_scale.loss_scale == 2.0**14
 
 
+@pytest.mark.slow
 def test_a_scale_with_an_axis_of_devices_is_adjusted_outside_pmap_too():
     loss_scale = stacked(dynamic(8.0, jnp.int32(0), period=1))
     assert loss_scale.adjust(True).loss_scale.tolist() == [16.0, 16.0]
@@ -301,6 +301,7 @@ def test_leaves_that_cannot_be_gradients_are_unchanged(method):
     assert all(result[name] is leaf for name, leaf in tree.items())
 
 
+@pytest.mark.slow
 def test_float64_stays_and_is_scaled_in_float64():
     with enable_x64(True):
         loss_scale = jmp.DynamicLossScale(jnp.float64(8.0), jnp.int64(0), period=1)
@@ -466,6 +467,7 @@ def test_a_static_scale_that_no_rule_can_have_is_refused():
         jmp.StaticLossScale(0).to_state()
 
 
+@pytest.mark.slow
 def test_the_module_needs_no_jmp_and_is_loaded_on_demand():
     code = (
         "import sys, optax_lossscale; "

@@ -78,6 +78,7 @@ def test_finite_steps_are_those_of_the_bare_optimizer(method, forward):
     assert_same_bits(two_steps(loss_scaled(optax.sgd(0.25))), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["update", "stable_update"])
 def test_a_nan_batch_changes_only_the_scale_and_the_counts(name):
     svi, update, old = trained(name)
@@ -93,6 +94,7 @@ def test_a_nan_batch_changes_only_the_scale_and_the_counts(name):
     assert np.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_is_found_in_the_state_of_svi():
     _, update, old = trained()
     for state in (old, old.optim_state):
@@ -106,6 +108,7 @@ def test_the_loss_scale_is_found_in_the_state_of_svi():
         ols.raise_if_stalled(stalled, max_consecutive=3)
 
 
+@pytest.mark.slow
 def test_where_applied_keeps_the_mutable_state():
     def model_with_statistics(x, y):
         statistics = mutable("statistics", {"mean": jnp.zeros(3)})

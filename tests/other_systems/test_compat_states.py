@@ -88,6 +88,7 @@ def steps_of(cls):
     return peer_step, own_step
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize(("there", "back"), [(0, 6), (4, 12), (6, STEPS)])
 def test_a_run_carried_over_to_loss_scaled_and_back_keeps_every_bit(peer, there, back):

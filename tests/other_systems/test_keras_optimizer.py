@@ -75,6 +75,7 @@ def with_and_without_accumulation(name):
     return make(gradient_accumulation_steps=3, **options), make(**options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 @given(st.sets(st.integers(0, 12), min_size=4, max_size=4).map(sorted))
 def test_accumulated_updates_are_those_of_the_means_of_good_micro_batches(name, bad):
@@ -101,6 +102,7 @@ ALL = {
 }
 
 
+@pytest.mark.slow
 def test_nothing_advances_on_a_skipped_step():
     # In the middle of an accumulation, and after it. tf.keras would count an iteration.
     inner = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.0, 10))
@@ -150,6 +152,7 @@ def test_init_takes_shapes_in_the_place_of_parameters():
     assert jax.tree.structure(abstract) == jax.tree.structure(opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("absent", "window"), [(None, None), (optax.MaskedNode(), None), (None, 2)]
 )
@@ -175,6 +178,7 @@ def test_a_parameter_without_gradient_is_averaged_but_does_not_decay(absent, win
     assert types(opt_state) == before
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_the_imaginary_part():
     # optax.MultiSteps itself accumulates in float32.
     tx = lenient(
@@ -218,6 +222,7 @@ def test_the_nulls_of_the_r_page_are_the_defaults(use_ema):
     assert_same_bits(ours(grads), plain(grads))
 
 
+@pytest.mark.slow
 def test_with_an_axis_name_all_devices_skip_together():
     tx = lenient(ols.loss_scale_optimizer(optax.sgd(1.0), axis_name="data", **ALL))
     params = jnp.ones((8, 1))
@@ -410,6 +415,7 @@ def test_a_traced_setting_other_than_the_learning_rate_is_refused_by_name():
         build(1.0)
 
 
+@pytest.mark.slow
 def test_finalized_parameters_of_an_nnx_model_go_back_by_nnx_update():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = ols.loss_scale_optimizer(optax.sgd(0.1), use_ema=True, ema_momentum=0.5)

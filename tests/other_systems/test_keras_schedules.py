@@ -57,7 +57,6 @@ SCHEDULED = {
 }
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_with_three_steps_the_updates_read_a_schedule_at_2_5_and_8(name):
     assert rates(make(SCHEDULED[name]), steps=9) == [2, 5, 8]
@@ -83,6 +82,7 @@ def test_without_accumulation_schedules_count_updates(window):
     assert rates(make(optax.sgd(step_itself), window), steps=4) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_schedules_are_read_alike_without_jit():
     window = {"gradient_accumulation_steps": 3}
     tx = ols.loss_scale_optimizer(optax.sgd(step_itself), 1.0, **window)
@@ -115,6 +115,7 @@ def test_counts_in_the_state_are_of_updates_as_in_optax():
     assert [int(count) for _, count in counts] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_count_at_its_largest_stays_there():
     # Times three it would wrap around to a negative step.
     tx = make(optax.sgd(lambda step: jnp.where(step < 0, -1.0, 1.0)))

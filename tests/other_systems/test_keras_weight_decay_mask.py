@@ -77,6 +77,7 @@ def test_the_inner_optimizer_sees_excluded_parameters_as_they_are():
     assert updates["norm"] == 4.0
 
 
+@pytest.mark.slow
 def test_a_mask_works_with_half_precision_accumulation_and_an_average():
     options = {"use_ema": True, "gradient_accumulation_steps": 2}
     tx = halved(exclude_by_name, optax.adam(1e-2), **options)
@@ -108,6 +109,7 @@ def test_a_mask_works_in_an_nnx_optimizer(make_mask):
     np.testing.assert_array_equal(model.bias[...], 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_tree", "is_filtered"), [(True, False), (False, True)])
 def test_a_mask_works_with_an_equinox_module(is_tree, is_filtered):
     # A module of bools is callable, as the module that it was made from.
@@ -175,7 +177,6 @@ AWKWARD = jax.tree.map(lambda p: p * jnp.float32(0.7), PARAMS)
 AWKWARD["norm"] = AWKWARD["norm"].astype(jnp.float16)
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("name", FREEZING)
 def test_frozen_parameters_keep_every_bit(name):
     tx = freezing(**FREEZING[name])

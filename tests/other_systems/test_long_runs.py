@@ -137,7 +137,6 @@ def verdicts_of_training(seed, interval):
     return verdict
 
 
-@pytest.mark.fast_every(3)
 @pytest.mark.parametrize(("name", "changes"), RUNS)
 def test_a_preset_has_the_scales_of_its_system_for_100_000_steps(name, changes):
     make, system = SYSTEMS[name]

@@ -65,6 +65,7 @@ def test_the_first_example_of_the_page_prints_0_5_and_the_second_0_25(name):
     assert ols.find_loss_scale_state(opt_state).step_count == 2
 
 
+@pytest.mark.slow
 def test_each_loss_can_have_a_scale_of_its_own():
     # apex: num_losses, loss_id. One optimizer skips when any loss overflowed; each
     # scale backs off only for its own loss.

@@ -93,7 +93,6 @@ def row(page, name):
     return [code for code in codes if re.match(r"optax\.|[a-z_]+\(", code)], text
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(("page", "name"), CASES)
 def test_a_row_names_an_exact_optimizer_and_says_how_far_off_others_are(page, name):
     codes, text = row(page, name)
@@ -124,6 +123,7 @@ def test_ftrl_has_the_penalties_of_keras(l1, l2):
     assert max(apart) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_adafactor_factors_other_dimensions_of_a_window_larger_than_its_channels():
     (code, _), text = row("keras", "Adafactor")
     window = first_weights({"kernel": (5, 5, 1, 6)})

@@ -32,6 +32,7 @@ def mse_loss(output, target):
     return jnp.mean((output - target) ** 2)
 
 
+@pytest.mark.slow
 def test_the_usage_example_of_the_page_runs_statement_by_statement():
     # model = nn.Linear(10, 1).cuda()
     params = {"weight": jnp.full((10, 1), 0.5), "bias": jnp.zeros(1)}
@@ -96,6 +97,7 @@ def unscale_clip_step(clip, params, factor=1.0):
     return optax.apply_updates(params, updates), opt_state
 
 
+@pytest.mark.slow
 def test_unscale_clip_and_step_give_the_numbers_by_hand():
     params, opt_state = unscale_clip_step(optax.clip_by_global_norm(1.0), jnp.ones(2))
     np.testing.assert_allclose(params, [1.0 - 0.6, 1.0 - 0.8], rtol=1e-6)

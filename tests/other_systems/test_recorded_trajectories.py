@@ -149,7 +149,6 @@ class Run:
             yield i
 
 
-@pytest.mark.fast_every(4)  # Among them the last, which has four kinds of options.
 @pytest.mark.parametrize("trajectory", trajectories("keras"))
 def test_loss_scale_optimizer_follows_keras(trajectory):
     options, kwargs = trajectory["options"], trajectory["inner_kwargs"]
@@ -177,7 +176,6 @@ def test_loss_scale_optimizer_follows_keras(trajectory):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("trajectory", read("keras_schedules")["trajectories"])
 def test_schedules_and_excluded_parameters_follow_keras(trajectory):
     first, steps, decay = trajectory["schedule"].values()
@@ -208,7 +206,6 @@ def test_schedules_and_excluded_parameters_follow_keras(trajectory):
     assert list(run.steps()) == list(range(len(run.grads)))
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("trajectory", trajectories("tf_keras"))
 def test_parameters_and_scale_follow_tf_keras(trajectory):
     inner = INNER[trajectory["inner"]](**trajectory["inner_kwargs"])
@@ -240,7 +237,6 @@ SHARED = [t for t in trajectories("torch") if "two_optimizers" in t.id]
 ALONE = [t for t in trajectories("torch") if t not in SHARED]
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("trajectory", ALONE)
 def test_parameters_and_scale_follow_torch(trajectory):
     rule = ols.presets.torch(**trajectory["config"])

@@ -10,7 +10,6 @@ from helpers.float_values import DTYPES, as_float64, values_of
 from optax_lossscale._ground.bits import split, split_number
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_exponent_and_mantissa_multiply_to_the_number(dtype):
     values = values_of(dtype)

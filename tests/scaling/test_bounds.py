@@ -66,6 +66,7 @@ def test_a_first_scale_below_the_floor_backs_off_to_it_as_in_jmp(make):
     assert scales_after(make(8.0, **{floor: 16.0}), [INF] * 2) == [16.0] * 2
 
 
+@pytest.mark.slow
 def test_bounds_of_the_headroom_rule_are_rounded_inward_to_powers_of_two():
     rule = ols.headroom_loss_scale(2.0**15, min_scale=3.0, max_scale=1000.0)
     trace = scales_after(rule, [2.0**-20] + [2.0**30] + [INF] * 20)
@@ -84,7 +85,6 @@ def test_a_schedule_cannot_move_the_scale_out_of_its_usable_range(make):
         assert all(2.0**-126 <= scale <= 2.0**126 for scale in trace)
 
 
-@pytest.mark.fast_every(3)
 @of_both_rules
 def test_bounds_are_rounded_to_float32_in_x64_too(make):
     with enable_x64(True):

@@ -41,6 +41,7 @@ def test_in_linen_every_layer_but_normalization_is_cast():
     assert len(found) == 4 + 2 + 2 + 2 + 1 + 2
 
 
+@pytest.mark.slow
 def test_in_equinox_and_nnx_normalization_is_recognized_by_its_class():
     key = jax.random.key(0)
     model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=key), eqx.nn.LayerNorm(2)])

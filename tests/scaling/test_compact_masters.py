@@ -101,6 +101,7 @@ def test_other_parameters_take_no_memory():
     assert remainders == {"norm": masked, "i": None, "none": None}
 
 
+@pytest.mark.slow
 def test_a_half_precision_parameter_that_is_changed_elsewhere_takes_its_master_along():
     params = {"w": jnp.bfloat16([1.0, 3.0, -2.0])}
     tx = compact(lenient(optax.sgd(2.0**-12)))
@@ -113,6 +114,7 @@ def test_a_half_precision_parameter_that_is_changed_elsewhere_takes_its_master_a
     assert params["w"].tolist() == [-3 * 2.0**-12, -1.0, -1.0]
 
 
+@pytest.mark.slow
 def test_a_float8_parameter_has_a_float32_master():
     params = {"w": jnp.ones(2, jnp.float8_e4m3fn), "h": jnp.ones(2, jnp.bfloat16)}
     grads = {"w": jnp.ones(2), "h": jnp.ones(2)}
@@ -126,6 +128,7 @@ def test_a_float8_parameter_has_a_float32_master():
     assert_same_bits(ols.full_masters(own, own_state), full_state.master_params)
 
 
+@pytest.mark.slow
 def test_masters_under_vmap_are_those_of_each_member():
     tx = ols.loss_scaled(compact(adam()))
     params = values(jnp.bfloat16, 60).reshape(4, -1)
@@ -162,7 +165,7 @@ AROUND = {
 }
 
 
-@pytest.mark.fast_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_scaled", [True, False])
 @pytest.mark.parametrize("name", AROUND)
 def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
@@ -187,6 +190,7 @@ def test_compact_masters_are_the_full_ones_in_any_composition(name, is_scaled):
     assert (results[1][-1]["a"] != results[1][0]["a"]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "is_scaled"), [(jnp.float16, True), (jnp.bfloat16, False)]
 )
@@ -288,6 +292,7 @@ def test_labels_that_depend_on_dtypes_are_refused_inside_loss_scaled():
     assert tx.init(params).loss_scale_state.loss_scale == 2.0**15
 
 
+@pytest.mark.slow
 def test_keras_accumulates_gradients_of_both_half_precision_dtypes():
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
     tx = ols.loss_scale_optimizer(
@@ -298,6 +303,7 @@ def test_keras_accumulates_gradients_of_both_half_precision_dtypes():
     assert ols.full_masters(*last)["a"].tolist() == [1 - 2.0**-11] * 2
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_an_nnx_model_trains_and_its_masters_can_be_read_and_replaced():
     model = ols.cast_params(Net(), jnp.bfloat16)

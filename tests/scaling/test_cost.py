@@ -41,7 +41,6 @@ def compiled_update(tx, dtype, cast):
     return lowered.compile()
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize(
     "dtype",
     [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float32],
@@ -66,6 +65,7 @@ def test_a_step_reads_the_gradients_once_more_and_copies_nothing(name, dtype):
     assert more < 1.1 * SIZE
 
 
+@pytest.mark.slow
 def test_headroom_reads_the_gradients_no_more_often_than_the_classic_rule():
     bare = lenient(OPTIMIZERS["adamw"])
     classic, headroom = (

@@ -36,7 +36,6 @@ def assert_histogram(values, histogram, low, high):
     assert all(leaf.dtype == jnp.int32 for leaf in histogram)
 
 
-@pytest.mark.fast_every(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("low", "high"), [(-40, 20), (-149, 127)])
 def test_the_histogram_is_exact_over_the_whole_range(dtype, low, high):
@@ -82,6 +81,7 @@ def test_every_nan_and_infinity_is_counted(dtype):
     assert report["size"] == values.size
 
 
+@pytest.mark.slow
 def test_both_parts_of_a_complex_number_count():
     tree = jnp.asarray([complex(1, 2.0**-3), complex(math.nan, math.inf)])
     histogram = diagnostics.exponent_histogram(tree, min_exponent=-3, max_exponent=0)
@@ -94,7 +94,6 @@ def test_both_parts_of_a_complex_number_count():
 TARGETS = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("dtype", TARGETS)
 @pytest.mark.parametrize("exponent", [-30, 0, 100])
 def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):
@@ -123,6 +122,7 @@ positive = st.floats(2.0**-120, 2.0**120, width=32)
 
 
 # A leaf of zeros and a subnormal largest entry; two leaves with one exponent.
+@pytest.mark.slow
 @example([2.0**-140], 0)
 @example([1.25, 1.75], 0)
 @example([1.75, 1.25], 0)
@@ -140,6 +140,7 @@ def test_headroom_is_exact_and_the_suggested_scale_leaves_its_margin(values, exp
     assert 2.0**-126 <= suggested <= 2.0**126
 
 
+@pytest.mark.slow
 def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested():
     for tree in ([jnp.zeros(2), jnp.zeros(0)], {}):
         assert diagnostics.headroom_bits(tree) == math.inf
@@ -148,6 +149,7 @@ def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested():
         assert len(diagnostics.nonfinite_report(tree)) == len(jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_for_nonfinite_entries_headroom_is_minus_infinity_and_no_scale_fits(value):
     tree = [jnp.ones(2), jnp.asarray([1.0, value]), jnp.ones(3)]

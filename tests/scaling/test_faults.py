@@ -15,7 +15,7 @@ from helpers.steps import assert_skipped, with_scale
 from tools.faults import OPTIMIZERS, RULES, check, run
 
 
-@pytest.mark.fast_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_no_fault_reaches_the_parameters_and_every_count_is_right(rule):
     with standard_promotion():
@@ -33,7 +33,6 @@ def optimizer(rule):
     return tx, jax.jit(tx.update)
 
 
-@pytest.mark.fast_every(12)
 @pytest.mark.parametrize("value", DAMAGED)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_damaged_scale_skips_the_step_and_the_rule_restarts(rule, value):

@@ -96,6 +96,7 @@ def grouped(*leaves, **options):
         return _finite._reduce_groups(*leaves, divisor=None, **options)
 
 
+@pytest.mark.slow
 @given(
     trees=strategies.similar_trees(1, max_leaves=4),
     loss_scale=strategies.powers_of_two | st.just(3.0),
@@ -125,7 +126,6 @@ def test_the_grouped_check_and_numpy_agree_with_the_plain_one(
                 assert_same_bits(fast, plain)
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("shape", [(4096,), (129, 128)])
 def test_one_bad_entry_of_a_large_leaf_is_seen(shape, dtype):

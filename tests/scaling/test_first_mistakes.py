@@ -261,6 +261,7 @@ class Net(nn.Module):
         return nn.BatchNorm(use_running_average=False)(nn.Dense(1)(x))
 
 
+@pytest.mark.slow
 def test_new_batch_statistics_without_has_aux_are_an_error_that_says_so():
     variables = Net().init(jax.random.key(0), X)
 
@@ -291,6 +292,7 @@ def test_autocast_says_what_to_decorate_instead(value, hint):
     assert len(str(error.value)) < 200
 
 
+@pytest.mark.slow
 def test_autocast_of_a_linen_submodule_needs_no_apply():
     class Outer(nn.Module):
         @nn.compact
@@ -301,6 +303,7 @@ def test_autocast_of_a_linen_submodule_needs_no_apply():
     assert Outer().apply(variables, X).shape == (8, 2)
 
 
+@pytest.mark.slow
 def test_autocast_of_a_jitted_function_is_autocast_of_the_function():
     jitted = ols.autocast(jax.jit(loss_fn))(PARAMS, X / 7)
     assert jitted == ols.autocast(loss_fn)(PARAMS, X / 7)

@@ -41,7 +41,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_optax_can_add_the_updates_of_float8_parameters(dtype, name):

@@ -38,6 +38,7 @@ def assert_scaled(grads, expected):
         np.testing.assert_allclose(one, other * SCALE, rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_module_is_differentiated_and_changed_as_by_nnx():
     ours, theirs = Net(), Net()
     run = nnx.jit(lambda *args: ols.scaled_value_and_grad(loss_fn, STATE)(*args))
@@ -91,6 +92,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_way_of_passing_modules_is_differentiated_as_by_nnx(name):
     fun, settings, arguments = LOSSES[name]
@@ -157,6 +159,7 @@ def test_the_scale_of_each_call_is_that_of_the_optimizer_at_the_call():
     np.testing.assert_array_equal(run(model)["linear"]["bias"][...], [SCALE / 2] * 2)
 
 
+@pytest.mark.slow
 def test_a_training_step_runs_in_nnx_scan():
     tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
 
@@ -215,6 +218,7 @@ def eqx_loss(model, x, key):
     return jnp.mean(jax.vmap(model, (0, None))(x, key) ** 2)
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_differentiated_as_by_equinox():
     model, key = EqxNet(), jax.random.key(1)
     run = eqx.filter_jit(ols.scaled_value_and_grad(eqx_loss, STATE))
@@ -230,7 +234,7 @@ def test_an_equinox_module_is_differentiated_as_by_equinox():
     )
 
 
-@pytest.mark.fast_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [ols.static_loss_scale(SCALE), ols.no_loss_scale()])
 def test_init_and_update_take_an_equinox_module_whole_or_filtered(rule):
     model = EqxNet()
@@ -264,6 +268,7 @@ def test_leaves_that_are_no_floating_arrays_are_held_fixed_and_get_none():
     assert grads == {"steps": None, "name": None, "count": None}
 
 
+@pytest.mark.slow
 def test_a_python_float_is_trained_in_a_dict_and_is_a_setting_in_a_module():
     dropout = eqx.nn.Dropout(0.5)
     params = {"w": jnp.ones(2), "temperature": 0.5, "layers": [dropout]}
@@ -332,6 +337,7 @@ def test_a_setting_of_numpy_in_a_module_stays_what_it_is():
     assert eqx.apply_updates(model, updates).layers[1].fn is layer.fn
 
 
+@pytest.mark.slow
 def test_a_python_float_in_a_variable_of_nnx_is_trained_as_by_nnx():
     class Model(nnx.Module):
         def __init__(self):

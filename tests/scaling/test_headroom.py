@@ -119,6 +119,7 @@ def train(rule, true_maxima):
     return jax.lax.scan(step, rule.init(), jnp.asarray(true_maxima, jnp.float32))[1]
 
 
+@pytest.mark.slow
 def test_a_scale_so_low_that_all_gradients_underflow_rises_again():
     rule = ols.headroom_loss_scale(2.0**-20, recent=4)
     scales, _, zero = train(rule, [2.0**-10] * 20)
@@ -128,6 +129,7 @@ def test_a_scale_so_low_that_all_gradients_underflow_rises_again():
     assert scales[-1] == 2.0**24  # The cap; the gradients would allow 65504 * 2**10.
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_no_steps_of_zeros():
     rule = ols.headroom_loss_scale(recent=4)
     tx = ols.loss_scaled(optax.sgd(1.0), rule)

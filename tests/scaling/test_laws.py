@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def test_scaling_then_unscaling_float16_equals_a_cast_to_float32(array, loss_sca
     )
 
 
+@pytest.mark.slow
 @given(strategies.dynamic_settings(), strategies.histories)
 def test_any_history_under_scan_equals_the_oracle(settings, history):
     states = states_after(ols.dynamic_loss_scale(**settings), history)
@@ -40,6 +42,7 @@ def test_any_history_under_scan_equals_the_oracle(settings, history):
     assert list(ours) == oracle.run_dynamic(history, **settings)
 
 
+@pytest.mark.slow
 @given(strategies.dynamic_settings(), strategies.histories)
 def test_the_scale_stays_finite_and_inside_its_bounds(settings, history):
     scales = states_after(ols.dynamic_loss_scale(**settings), history).loss_scale
@@ -52,6 +55,7 @@ def test_the_scale_stays_finite_and_inside_its_bounds(settings, history):
 BAD = st.none() | strategies.nonfinite
 
 
+@pytest.mark.slow
 @given(
     inner=strategies.optimizers,
     settings=strategies.dynamic_settings(),

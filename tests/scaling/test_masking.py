@@ -36,6 +36,7 @@ LEAVES = {
 KEY = {"key": jax.random.key(0)}
 
 
+@pytest.mark.slow
 def test_a_good_step_changes_no_bit_and_a_bad_one_keeps_those_of_the_old_state():
     other = jax.tree.map(lambda leaf: leaf[::-1], LEAVES)
     assert_same_bits(mask_inputs(GOOD, LEAVES), LEAVES)
@@ -160,6 +161,7 @@ def test_a_good_step_that_runs_masked_is_the_plain_one_and_a_bad_one_changes_not
     assert_same_bits(updates["w"].reshape(2), expected_updates["w"])
 
 
+@pytest.mark.slow
 @given(strategies.optimizers, strategies.similar_trees(2))
 def test_an_update_masked_early_equals_one_that_is_masked_afterwards(inner, trees):
     with strategies.x64_for(trees), standard_promotion():
@@ -269,6 +271,7 @@ def test_an_update_that_prints_runs_exactly_once(capfd):
     assert capfd.readouterr().out.count("moment 1.0") == 1
 
 
+@pytest.mark.slow
 def test_an_update_that_is_staged_while_jit_is_disabled_is_masked_too():
     with jax.disable_jit():
         program = jax.make_jaxpr(masked)(BAD, GRADS, OLD)

@@ -99,7 +99,6 @@ def around(make, is_outside):
     return ols.loss_scaled(make(adam()))
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize("is_outside", [True, False])
 @in_each_form
 def test_a_skipped_step_changes_no_bit_of_parameters_and_masters(
@@ -289,7 +288,6 @@ def arrays(model):
     return [np.asarray(x) for x in jax.tree.leaves(model) if eqx.is_array(x)]
 
 
-@pytest.mark.fast_every(2)
 @pytest.mark.parametrize(
     ("make", "dtype"), [(compact, jnp.bfloat16), (ols.master_weights, jnp.float16)]
 )

@@ -86,6 +86,7 @@ def test_without_an_inner_optimizer_it_unscales_and_adjusts_the_scale():
     assert ols.get_loss_scale(state) == SCALE / 2
 
 
+@pytest.mark.slow
 def test_without_an_inner_optimizer_it_cannot_stop_the_optimizers_after_it():
     link = optax.chain(ols.loss_scaled(loss_scale=RULE), lenient(optax.adamw(0.1)))
     params, state = run(link, [True, False])
@@ -110,6 +111,7 @@ MONITORS = {
 }
 
 
+@pytest.mark.slow
 def test_a_monitor_measures_the_steps_that_were_applied():
     # Its state holds no measurements before its first update.
     bare = lenient(optax.chain(optax.monitor(MONITORS), optax.sgd(0.1)))
@@ -148,6 +150,7 @@ def test_an_inner_state_whose_arrays_cannot_be_matched_is_refused(name):
         tx.update(SCALED, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_scale_of_one_only_skips_bad_batches_however_many(dtype):

@@ -175,7 +175,7 @@ def scaled_step(name, tx, params, state, poison=1.0):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.fast_every(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MATRIX)
 def test_eager_a_good_step_gives_the_bits_of_the_bare_optimizer_and_a_bad_one_none(
     name,
@@ -206,13 +206,11 @@ def assert_jitted_steps_equal_the_bare_ones(name, bare):
     assert types(after) == types(tx.init(PARAMS))
 
 
-@pytest.mark.fast_every(24)
 @pytest.mark.parametrize("name", MATRIX)
 def test_jitted_steps_equal_the_bare_optimizer_that_never_saw_the_bad_step(name):
     assert_jitted_steps_equal_the_bare_ones(name, make(name))
 
 
-@pytest.mark.fast_every(16)
 @pytest.mark.parametrize("name", INJECTABLE)
 def test_a_schedule_that_inject_hyperparams_keeps_does_not_see_the_bad_step(name):
     others = inspect.signature(PUBLIC[name]).parameters.keys() - {"learning_rate"}
@@ -222,7 +220,6 @@ def test_a_schedule_that_inject_hyperparams_keeps_does_not_see_the_bad_step(name
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.fast_every(24)
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_loop_carries_half_precision_parameters_and_a_wide_state(name):
     tx = ols.loss_scaled(make(name), ols.dynamic_loss_scale(SCALE))
@@ -249,7 +246,6 @@ def sketch():
         return run_section("docs/for_maintainers.md", heading)["loss_scaled"]
 
 
-@pytest.mark.fast_every(30)
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_sketch_for_optax_takes_the_steps_of_the_bare_optimizer(name, sketch):
     bare = make(name)
@@ -274,6 +270,7 @@ def test_the_sketch_for_optax_takes_the_steps_of_the_bare_optimizer(name, sketch
     assert bad.loss_scale == SCALE / 2
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_takes_a_gradient_per_example_works():
     tx = lenient(optax.contrib.dpsgd(0.05, 1.0, 0.1, seed=0))
     wrapped = ols.loss_scaled(tx, ols.static_loss_scale(SCALE))

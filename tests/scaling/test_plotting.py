@@ -134,6 +134,7 @@ def test_the_hint_for_several_devices_selects_one_device_and_not_one_step():
         assert skipped.get_xdata().tolist() == [1]
 
 
+@pytest.mark.slow
 def test_integers_beyond_64_bits_are_scales_too_and_states_are_not():
     ax = plotting.plot_underflow_by_leaf(jnp.ones(1), scale=[1, 2**70])
     assert labels_of(ax) == ["scale 2**0", "scale 2**70"]
@@ -195,6 +196,7 @@ def test_a_fifth_run_shows_as_rings_where_it_lies_on_the_first():
     assert first.get_linewidth() > 2 * last.get_linewidth()  # It is seen behind.
 
 
+@pytest.mark.slow
 def test_histograms_are_drawn_over_the_range_of_the_dtype():
     entries = {
         "before": [2.0**-30, 1.0, 1.0, 0.0],
@@ -219,6 +221,7 @@ def test_without_runs_two_empty_axes_are_drawn():
     assert [(ax.get_legend(), list(ax.lines)) for ax in axes] == [(None, [])] * 2
 
 
+@pytest.mark.slow
 def test_a_bar_is_drawn_for_every_leaf_and_scale():
     grads = {"w": jnp.asarray([1e-9, 1e-3]), "b": jnp.ones(2), "step": jnp.arange(2)}
     ax = plotting.plot_underflow_by_leaf(grads, scale=jnp.asarray([1.0, 2.0**15]))

@@ -48,7 +48,6 @@ RESTORED = {
 }
 
 
-@pytest.mark.fast_every(4)
 @eager_and_jitted
 @pytest.mark.parametrize("kind", RESTORED)
 @pytest.mark.parametrize("name", RULES)

@@ -138,6 +138,7 @@ def test_every_derivative_is_the_true_one(name):
     )
 
 
+@pytest.mark.slow
 def test_each_member_of_an_ensemble_may_have_its_own_scale():
     def grads(scale, x, seen):
         def fun(params):
@@ -204,6 +205,7 @@ def test_several_arguments():
     assert_same_bits(jax.grad(inside, (0, 2))(*args), expected)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_argument_that_was_not_named_is_the_true_one():
     for x in (X, X.astype(jnp.float16)):
         expected = jax.grad(loss_fn, (0, 1))(PARAMS, x)
@@ -212,6 +214,7 @@ def test_the_gradient_of_an_argument_that_was_not_named_is_the_true_one():
     assert_same_bits(by_name, jax.grad(loss_fn, 1)(PARAMS, X))
 
 
+@pytest.mark.slow
 def test_two_networks_behind_each_other_are_each_scaled_once():
     """As an actor and its critic, which is differentiated by the action."""
     actor, critic = (
@@ -252,6 +255,7 @@ def plain_numbers(tree):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit])
 def test_modules_of_nnx_are_changed_as_without(jit):
     def run(fun):
@@ -264,6 +268,7 @@ def test_modules_of_nnx_are_changed_as_without(jit):
     assert_same_bits(run(ols.scaled_backward(net_loss, SCALE)), run(net_loss))
 
 
+@pytest.mark.slow
 def test_outside_a_derivative_a_module_keeps_its_arrays():
     model = Net(nnx.Rngs(0))
     array = model.linear.kernel[...]
@@ -271,6 +276,7 @@ def test_outside_a_derivative_a_module_keeps_its_arrays():
     assert model.linear.kernel[...] is array
 
 
+@pytest.mark.slow
 def test_lora_trains_beside_half_precision_weights():
     layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     model = nnx.LoRA(3, 2, 4, base_module=layer, rngs=nnx.Rngs(1))
@@ -282,6 +288,7 @@ def test_lora_trains_beside_half_precision_weights():
     assert_same_bits(plain_numbers(actual), plain_numbers(expected))
 
 
+@pytest.mark.slow
 def test_equinox_and_linen():
     mlp = eqx.nn.Sequential(
         [eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.5)]
@@ -323,6 +330,7 @@ def run_trainer(loss, tx, batches):
     return norms, nnx.state(model, nnx.Param), optimizer
 
 
+@pytest.mark.slow
 def test_a_trainer_logs_true_numbers_and_a_bad_batch_is_skipped():
     bad = X.at[0, 0].set(jnp.inf)
     rule = ols.dynamic_loss_scale()

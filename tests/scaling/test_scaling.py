@@ -101,6 +101,7 @@ def test_gradients_may_be_unscaled_for_two_scales_one_after_the_other():
     np.testing.assert_array_equal(ols.unscale(grads, without), grads)
 
 
+@pytest.mark.slow
 def test_threads_that_unscale_at_once_get_what_one_thread_gets():
     barrier = threading.Barrier(8)
 

@@ -474,6 +474,7 @@ def test_a_rule_that_keeps_the_scale_allows_a_number_in_the_loss(number):
         without_warning(step, PARAMS, tx.init(PARAMS), X)
 
 
+@pytest.mark.slow
 def test_an_eager_loop_may_close_over_the_state():
     without_warning(lambda: accumulated(PARAMS, STATE, X))
     without_warning(lambda: per_example(PARAMS, STATE, X))

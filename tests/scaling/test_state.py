@@ -20,7 +20,6 @@ PARAMS = {"loss_scale": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 TX = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**10))
 
 
-@pytest.mark.fast_every(4)
 @pytest.mark.parametrize("x64", [True, False])
 @pytest.mark.parametrize(
     ("rule", "dtypes"),

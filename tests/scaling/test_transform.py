@@ -29,6 +29,7 @@ def poisoned(grads, value=jnp.nan):
     return {**grads, "b": grads["b"].at[1].set(value)}
 
 
+@pytest.mark.slow
 def test_gradients_that_overflow_on_unscaling_are_caught():
     # With a scale below 1, scaled gradients can be finite and true ones infinite.
     tx = ols.loss_scaled(adam(), ols.dynamic_loss_scale(2.0**-20))
@@ -456,6 +457,7 @@ def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     assert_same_bits((updates, state.inner_state), expected)
 
 
+@pytest.mark.slow
 def test_in_an_ensemble_only_the_bad_member_skips():
     tx = ols.loss_scaled(optax.sgd(1.0), RULE)
     params = jax.tree.map(lambda p: jnp.stack([p, p + 1, p - 1]), PARAMS)

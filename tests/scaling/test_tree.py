@@ -53,6 +53,7 @@ def test_an_abstract_parameter_keeps_its_sharding_when_widened_and_its_copy_is_z
     assert copy_wide(jnp.sum) is jnp.sum
 
 
+@pytest.mark.slow
 def test_what_is_no_floating_array_is_left_alone():
     tree = {"array": jnp.ones(1), "empty": jnp.zeros((0, 2)), **OTHERS}
     assert ols.all_finite(tree)

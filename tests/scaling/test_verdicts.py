@@ -179,7 +179,6 @@ def counting():
     return optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
 
 
-@pytest.mark.fast_every(5)
 @pytest.mark.parametrize("check_updates", [False, True])
 @pytest.mark.parametrize("name", TELLING)
 def test_the_state_tells_whether_the_step_was_applied(name, check_updates):

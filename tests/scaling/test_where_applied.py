@@ -80,6 +80,7 @@ def numbers(model):
     return arrays_of(nnx.clone(model))
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_a_whole_nnx_model_as_it_was():
     model = Net(width=2)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
