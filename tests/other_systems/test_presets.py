@@ -75,6 +75,13 @@ def test_no_preset_reaches_zero_or_infinity(name):
     assert min(every) == every[-1] == FLOORS.get(name, 1.0)
 
 
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_finite_step_keeps_a_scale_that_was_set_below_the_floor(name):
+    rule = getattr(presets, name)()
+    state = ols.set_loss_scale(rule.init(), 2.0**-100)
+    assert rule.adjust(state, True).loss_scale == 2.0**-100
+
+
 def test_torch_refuses_growth_that_float32_does_not_hold():
     # As in torch's test_grad_scale_will_not_overflow: growth by 2**16 from 2**120
     # would be infinite, so the scale stays as it is, and the count restarts.

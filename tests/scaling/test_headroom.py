@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import optax_lossscale as ols
 from helpers import oracle, strategies
+from helpers.compare import assert_same_bits
 from helpers.history import scales_after, states_after
 from helpers.inner import lenient
 
@@ -183,6 +184,19 @@ def test_a_step_skipped_only_for_its_loss_is_no_overflow_and_lowers_no_scale():
     state = rule.adjust(state, grads_finite=False, grads_max=INF)
     assert state.loss_scale == 2.0**12
     assert state.rule_state.peaks[-1] == 2
+
+
+@pytest.mark.parametrize("kind", [float, int, np.float64, jnp.float16, jnp.bfloat16])
+def test_the_largest_magnitude_may_be_any_kind_of_number(kind):
+    rule = ols.headroom_loss_scale()
+    expected = rule.adjust(rule.init(), True, jnp.float32(4.0))
+    assert_same_bits(rule.adjust(rule.init(), True, kind(4.0)), expected)
+
+
+def test_an_infinite_magnitude_is_an_overflow_whatever_the_flag_says():
+    rule = ols.headroom_loss_scale()
+    expected = rule.adjust(rule.init(), False, INF)
+    assert_same_bits(rule.adjust(rule.init(), True, INF), expected)
 
 
 def test_an_overflow_after_zeros_and_a_step_skipped_for_its_updates_is_the_first():
