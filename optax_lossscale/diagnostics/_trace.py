@@ -146,6 +146,11 @@ def trace_gradients(
       argnums: What to differentiate by.
       cast: An `autocast`, which is left out if `fun` calls one itself.
     """
+    # JAX would compute casts of NumPy's arrays while it traces, where nobody sees them.
+    args = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and is_floating(x) else x,
+        args,
+    )
     function = as_partial(fun)
     scopes = linen_scopes_of(inspect.unwrap(fun), function, args)
     if modules_of(function):  # As an argument, they may change.

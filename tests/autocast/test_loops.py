@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
 
 import optax_lossscale as ols
 from helpers.programs import equations_of
@@ -249,7 +250,9 @@ def test_a_loop_saves_whichever_is_less_and_never_more_than_float32(name):
         temporaries, (fun, ols.autocast(fun, recompute=False), ols.autocast(fun))
     )
     assert chosen <= 1.05 * min(written, kept)
-    if name in ("relu", "softplus"):
+    # Since JAX 0.12 the derivative of tanh is one array, as that of ReLU.
+    has_small_tanh = hasattr(primitives, "one_minus_square_p")
+    if name in ("relu", "softplus") or (name == "tanh" and has_small_tanh):
         assert chosen == kept
     else:
         assert chosen < 0.7 * min(written, kept)

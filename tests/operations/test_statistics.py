@@ -124,6 +124,13 @@ def mean_product(w, x):
     return jnp.mean(x @ w)
 
 
+def test_an_overflow_in_the_cast_of_an_array_of_numpy_is_seen():
+    x = np.full((3, 4), 1e6, np.float32)
+    operations = trace_operations(mean_product, jnp.ones((4, 4)), x)
+    first = next(operation for operation in operations if operation.nonfinite)
+    assert (first.primitive, first.nonfinite) == ("convert_element_type", 12)
+
+
 def test_the_numbers_of_a_product_are_those_of_numpy():
     """Forward and backward; the gradient of the loss by the product is 2**10 / 12."""
     rng = np.random.default_rng(0)

@@ -193,6 +193,36 @@ def test_the_largest_magnitude_may_be_any_kind_of_number(kind):
     assert_same_bits(rule.adjust(rule.init(), True, kind(4.0)), expected)
 
 
+def test_of_a_long_memory_the_last_32_steps_of_zeros_raise_the_scale():
+    rule = ols.headroom_loss_scale(history=64, recent=64)
+    first = rule.adjust(rule.init(), True, 1.0)
+    zeros = states_after(rule, [True] * 32, first, grads_max=np.zeros(32))
+    assert jnp.all(zeros.loss_scale[:31] == first.loss_scale)
+    assert zeros.loss_scale[31] == 16 * first.loss_scale
+
+
+def test_in_a_wide_dtype_gradients_overflow_where_float32_does():
+    maxima = np.asarray([1.0, INF, INF, 2.0**90, 0.0], np.float32)
+    wide, float32 = (
+        states_after(
+            ols.headroom_loss_scale(dtype=dtype), maxima < INF, grads_max=maxima
+        )
+        for dtype in (np.float64, np.float32)
+    )
+    assert_same_bits(wide, float32)
+
+
+@pytest.mark.parametrize("largest", [3e38, 0.0])
+def test_the_magnitude_that_an_overflow_stands_for_is_a_normal_float32(largest):
+    rule = ols.headroom_loss_scale(
+        margin_bits=126.0, min_scale=2.0**-126, max_scale=2.0**126
+    )
+    state = rule.adjust(rule.init(), True, largest)
+    state = rule.adjust(state, False, INF)
+    limits = np.finfo(np.float32)
+    assert limits.tiny <= state.rule_state.peaks[-1] <= limits.max
+
+
 def test_an_infinite_magnitude_is_an_overflow_whatever_the_flag_says():
     rule = ols.headroom_loss_scale()
     expected = rule.adjust(rule.init(), False, INF)

@@ -105,7 +105,7 @@ EXTRA_ARGS = {
 # differences of nearly equal losses in line searches, amplify it, and so does a
 # parameter that lands near zero.
 MAX_ULP = {
-    "muon": 64,
+    "muon": 128,
     "lbfgs": 256,
     "scale_by_zoom_linesearch": 256,
     "simplified_ademamix": 8,

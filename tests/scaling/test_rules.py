@@ -114,6 +114,14 @@ MAKE = [
 
 
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: repr(make()).split("(")[0])
+def test_before_the_first_step_none_was_skipped(make):
+    state = make().init()
+    assert state.last_finite
+    counts = state.step_count, state.notfinite_count, state.total_notfinite
+    assert counts == (0, 0, 0)
+
+
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: repr(make()).split("(")[0])
 def test_gradients_in_place_of_a_verdict_are_refused(make):
     # They would count as finite, whatever they are.
     rule = make()

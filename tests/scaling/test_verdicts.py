@@ -211,3 +211,13 @@ def test_a_link_in_a_chain_tells_whether_it_let_the_gradients_through():
         _, new = tx.update(ols.scale(grads, opt_state), opt_state)
         assert ols.where_applied(new, True, False) == is_passed
         assert np.any(new[1].trace != 0) == is_passed
+
+
+def test_a_rule_that_never_skips_is_told_that_every_step_is_finite():
+    def adjust(state, grads_finite, grads_max=None):
+        return state._replace(loss_scale=jnp.where(grads_finite, 2.0, 4.0))
+
+    init = ols.static_loss_scale(1.0).init
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.LossScale(init, adjust, skips=False))
+    _, opt_state = tx.update(GRADS * jnp.nan, tx.init(PARAMS), PARAMS)
+    assert ols.get_loss_scale(opt_state) == 2.0
