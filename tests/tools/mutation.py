@@ -14,8 +14,8 @@ one. For each file it tries about 150 changes, which takes from 5 to 20 minutes.
 It needs the extra `test`, and `coverage`. mutmut does not look at decorated functions,
 and runs all tests that reach a function: the core would take days on two cores.
 
-A test module that runs the package while it is imported is not seen to reach a line. So
-try an unnoticed change by hand before you believe it.
+What a test module runs while it is imported is not seen to reach a line. So try an
+unnoticed change by hand before you believe it.
 """
 
 import argparse
@@ -77,6 +77,7 @@ TESTS_OF = {
     "verdict": ["verdicts", "all_histories", "transform", "restored_states"],
 }
 SECONDS_FIRST = 3.0
+FAST_TEST = 0.02
 SECONDS_THEN = 40.0
 # Then of other files, those with the most tests that reach the line.
 OTHER_FILES = 8
@@ -410,6 +411,10 @@ def lines_before(before, now):
     }
 
 
+def function_of(test):
+    return test.partition("[")[0]
+
+
 def files_of(tests):
     """Returns their files, those with the most tests first."""
     count = collections.Counter(test.partition("::")[0] for test in tests)
@@ -438,9 +443,12 @@ def tests_for(change, lines, seconds):
     files = files_of(reach)
     own = [name for name in files if name.rpartition("/")[2] in names]
     first = within(SECONDS_FIRST, seconds, reach, own[:2])
-    more = [test for test in reach if test not in first]
+    # The fastest of all, since they may compare what was made at import.
+    own_tests = [test for test in seconds if test.partition("::")[0] in own]
+    more = [test for test in own_tests if seconds[test] < FAST_TEST]
+    more += [test for test in reach if test not in first and test not in more]
     then = within(SECONDS_THEN, seconds, more, own)
-    one_each = {test.partition("[")[0]: test for test in reversed(reach)}
+    one_each = {function_of(test): test for test in reversed(reach)}
     others = [name for name in files if name not in own][:OTHER_FILES]
     ordered = dict.fromkeys([*reversed(one_each.values()), *reach])
     return first, then + within(SECONDS_OF_OTHERS, seconds, ordered, others)
@@ -451,11 +459,12 @@ class Chosen:
 
     def __init__(self, tests, known):
         self.order = {test: i for i, test in enumerate(tests)}
-        self.known = known
+        self.known = {function_of(test) for test in known}
 
     def is_chosen(self, item):
-        is_new = item.nodeid not in self.known and not item.get_closest_marker("slow")
-        return item.nodeid in self.order or is_new
+        is_new = function_of(item.nodeid) not in self.known
+        is_fast = not item.get_closest_marker("slow")
+        return item.nodeid in self.order or (is_new and is_fast)
 
     def pytest_collection_modifyitems(self, items):
         items[:] = filter(self.is_chosen, items)
