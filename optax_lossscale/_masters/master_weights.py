@@ -168,8 +168,9 @@ def _first_remainder(param: PyTree) -> PyTree:
 
 
 def is_remainder(param: PyTree, stored: PyTree) -> bool:
-    dtype = dtype_of(stored)
-    return dtype is not None and dtype == REMAINDERS.get(dtype_of(param))
+    # `np.dtype(np.float64) == None` is True.
+    remainder = REMAINDERS.get(dtype_of(param))
+    return remainder is not None and dtype_of(stored) == remainder
 
 
 def _is_rounded(param: PyTree, stored: PyTree) -> bool:

@@ -98,7 +98,8 @@ PRIVATE = re.findall(
     (PACKAGE / "_programs/jax_internals.py").read_text(),
 )
 HIDE = """
-import importlib, jax.extend.core  # JAX's own use of the name is not hidden.
+# JAX's own use of the name is not hidden.
+import importlib, jax.experimental.checkify, jax.extend.core
 module, name = {pair}
 delattr(importlib.import_module(module), name)
 import optax, jax.numpy as jnp, optax_lossscale as ols

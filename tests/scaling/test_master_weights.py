@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
+from helpers.compat import enable_x64
 from helpers.inner import adam, lenient
 from helpers.steps import apply, steps
 
@@ -118,6 +119,17 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_masters(
     first, last = before[1], skipped[-1][1]
     assert ols.get_loss_scale(last) == ols.get_loss_scale(first) / 4
     assert (after[0]["w"] != before[0]["w"]).any()
+
+
+@full_or_compact
+def test_a_float64_parameter_is_its_own_master(make):
+    with enable_x64(True):
+        params = {"w": jnp.ones(2, jnp.float16), "norm": jnp.ones(2, jnp.float64)}
+        state = make(optax.sgd(0.1)).init(params)
+        masters = {"w": jnp.float32([1, 2]), "norm": jnp.float64([0.1, 0.2])}
+        params, state = ols.set_full_masters(params, state, masters)
+        assert_same_bits(params["norm"], masters["norm"])
+        assert_same_bits(ols.full_masters(params, state), masters)
 
 
 @in_each_form
