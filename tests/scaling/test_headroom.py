@@ -212,10 +212,14 @@ def test_in_a_wide_dtype_gradients_overflow_where_float32_does():
     assert_same_bits(wide, float32)
 
 
-@pytest.mark.parametrize("largest", [3e38, 0.0])
-def test_the_magnitude_that_an_overflow_stands_for_is_a_normal_float32(largest):
+@pytest.mark.parametrize(
+    ("largest", "margin", "init_scale"), [(3e38, 0.0, 1.0), (0.0, 126.0, 2.0**126)]
+)
+def test_the_magnitude_that_an_overflow_stands_for_is_a_normal_float32(
+    largest, margin, init_scale
+):
     rule = ols.headroom_loss_scale(
-        margin_bits=126.0, min_scale=2.0**-126, max_scale=2.0**126
+        init_scale, margin_bits=margin, min_scale=2.0**-126, max_scale=2.0**126
     )
     state = rule.adjust(rule.init(), True, largest)
     state = rule.adjust(state, False, INF)
