@@ -13,6 +13,7 @@ import sys
 import tomllib
 
 import chex
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -259,7 +260,8 @@ def test_each_program_of_readme_runs_by_itself_and_applies_its_steps(program, ca
     assert ols.find_loss_scale_state(state).step_count > 0
     assert "ols.raise_if_stalled(" in program
     printed = "".join(f"# {line}\n" for line in capsys.readouterr().out.splitlines())
-    assert program.endswith(printed)
+    if jax.config.jax_threefry_partitionable:  # Else keys give other numbers.
+        assert program.endswith(printed)
 
 
 def test_citation_and_changelog_name_this_version():
