@@ -467,21 +467,12 @@ def is_no_loss_scale(rule: LossScale) -> bool:
     return rule == _NO_LOSS_SCALE
 
 
-def keeps_scale(rule: LossScale) -> bool:
-    """Whether a rule keeps the scale, which may then be a number in the loss."""
-    return rule.adjust in (hold, _hold_unchecked)
-
-
 def hold(
     state: LossScaleState,
     grads_finite: ArrayLike,
     grads_max: ArrayLike | None = None,
 ) -> LossScaleState:
-    """An `adjust` that counts the step and leaves the scale as it is.
-
-    This function and the next are known by their identity, which a copy of a rule keeps
-    that a pytree, a pickle or another library has made.
-    """
+    """An `adjust` that counts the step and leaves the scale as it is."""
     del grads_max
     finite = _as_bool(grads_finite, state)
     return count_step(state, finite, state.loss_scale, state.rule_state)

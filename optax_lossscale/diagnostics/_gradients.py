@@ -16,7 +16,7 @@ from optax_lossscale._autocast.context import without_autocast
 from optax_lossscale._autocast.report import aligned
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_count, check_scale
-from optax_lossscale._ground.nnx import flax_nnx, is_variable, map_modules
+from optax_lossscale._ground.nnx import flax_nnx, is_module, is_variable, map_leaves
 from optax_lossscale._ground.tree import widen
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale.diagnostics._trace import check_call, trace_gradients
@@ -134,16 +134,18 @@ def _gradients(
 def _in_float32(tree: PyTree) -> PyTree:
     """The tree with half-precision arrays in float32, also in modules."""
 
-    def widened(module: Any) -> Any:
-        if is_variable(module):
-            return module.copy(widen(module[...]))
-        graph, state = flax_nnx().split(module)
-        return flax_nnx().merge(graph, jax.tree.map(widen_array, state))
-
     def widen_array(leaf: PyTree) -> PyTree:
         return widen(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
-    return jax.tree.map(widen_array, map_modules(widened, tree))
+    def widened(node: Any) -> Any:
+        if is_variable(node):
+            return node.copy(widen(node[...]))
+        if is_module(node):  # As one graph, so that tied variables stay tied.
+            graph, state = flax_nnx().split(node)
+            return flax_nnx().merge(graph, jax.tree.map(widen_array, state))
+        return jax.tree.map(widen_array, node)
+
+    return map_leaves(widened, tree)
 
 
 def _error_of(low: np.ndarray, right: np.ndarray) -> GradientError:

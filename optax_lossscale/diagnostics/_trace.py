@@ -24,7 +24,7 @@ from optax_lossscale._autocast.modules import (
 )
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_concrete, check_scale
-from optax_lossscale._ground.nnx import modules_of
+from optax_lossscale._ground.nnx import map_leaves, modules_of
 from optax_lossscale._ground.tree import (
     floating_leaves,
     is_floating,
@@ -147,10 +147,7 @@ def trace_gradients(
       cast: An `autocast`, which is left out if `fun` calls one itself.
     """
     # JAX would compute casts of NumPy's arrays while it traces, where nobody sees them.
-    args = jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) and is_floating(x) else x,
-        args,
-    )
+    args = map_leaves(_on_device, args)
     function = as_partial(fun)
     scopes = linen_scopes_of(inspect.unwrap(fun), function, args)
     if modules_of(function):  # As an argument, they may change.
@@ -187,6 +184,11 @@ def _run(traced: Traced, context: Context) -> list[Entry]:
         jax.block_until_ready(compiled(*arrays))
         jax.effects_barrier()
     return instrumenter.entries
+
+
+def _on_device(leaf: PyTree) -> PyTree:
+    is_numpy = isinstance(leaf, np.ndarray) and is_floating(leaf)
+    return jnp.asarray(leaf) if is_numpy else leaf
 
 
 def _is_loss(result: Any) -> bool:

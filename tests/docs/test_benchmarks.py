@@ -210,7 +210,7 @@ def test_whole_steps_are_timed_here_with_and_without_loss_scaling(run_script):
     assert all(float(row["ms"]) > 0 for row in rows)
 
 
-@pytest.mark.slow
+@slow
 def test_a_step_can_be_measured_with_float32_gradients_between_products():
     def results_of_products(way):
         with standard_promotion():

@@ -135,6 +135,21 @@ def test_nnx_modules_can_be_arguments_and_are_not_changed(dtype):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
 
 
+def test_variables_that_a_module_has_twice_are_one_parameter():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = self.second = nnx.Param(jnp.ones((2, 2)))
+
+    def loss_fn(model, x):
+        return jnp.mean(x @ model.first[...] @ model.second[...])
+
+    errors = gradient_errors(loss_fn, Tied(), np.ones((1, 2), np.float32))
+    (name,) = errors
+    assert name == "first/value"
+    # The sum over both places: in each, all four entries are 1.
+    assert errors[name].norm == 4
+
+
 @pytest.mark.slow
 def test_equinox_modules_can_be_arguments():
     model = eqx.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))

@@ -394,7 +394,7 @@ def baseline(folder, workers):
                     lines[name].setdefault(line, []).extend(filter(None, tests))
         shutil.copytree(copies[0] / "optax_lossscale", folder / "optax_lossscale")
         done.write_text(json.dumps([lines, seconds]))
-    lines, seconds = json.loads(done.read_text())[:2]
+    lines, seconds = json.loads(done.read_text())
     failed = sum(value == float("inf") for value in seconds.values())
     print(f"{len(seconds)} tests, {failed} fail")
     return lines, seconds
@@ -438,7 +438,8 @@ def tests_for(change, lines, seconds):
         reach = set().union(*lines.values())
         reach |= {test for test in seconds if test.startswith("tests/docs/test_api")}
     reach = sorted((test for test in reach if test in seconds), key=seconds.get)
-    names = {f"test_{name}.py" for name in TESTS_OF[pathlib.Path(change["file"]).stem]}
+    stem = pathlib.Path(change["file"]).stem
+    names = {f"test_{name}.py" for name in TESTS_OF.get(stem, [stem])}
     names.add("test_api.py")
     files = files_of(reach)
     own = [name for name in files if name.rpartition("/")[2] in names]
@@ -471,7 +472,7 @@ class Chosen:
         items.sort(key=lambda item: self.order.get(item.nodeid, -1))
 
 
-def start(change, tests, known, seconds, copy):
+def start(change, tests, seconds, copy):
     """Starts the tests of a change in a copy of the project."""
     import pytest
 
@@ -482,7 +483,7 @@ def start(change, tests, known, seconds, copy):
 
     def run():
         sys.dont_write_bytecode = True
-        plugins = [Chosen(tests, known)]
+        plugins = [Chosen(tests, seconds)]
         return pytest.main([*PYTEST, "-x", *files_of(tests)], plugins=plugins)
 
     limit = int(10 * sum(seconds[test] for test in tests)) + 120
@@ -508,25 +509,34 @@ def try_changes(folder, files, workers):
     for copy in free:
         copy_project(copy)
 
+    def record(change, *, noticed):
+        with results.open("a") as out:
+            result = {key: change[key] for key in ("key", "file", "line", "old", "new")}
+            print(json.dumps(result | {"noticed": noticed}), file=out)
+
     running = {}
     while todo or running:
         while free and todo:
-            change, copy = todo.pop(0), free.pop()
-            first, then = tests_for(change, lines.get(change["file"], {}), seconds)
-            stages = [tests for tests in (first, then) if tests]
-            child = start(change, stages[0], seconds.keys(), seconds, copy)
+            change = todo.pop(0)
+            stages = tests_for(change, lines.get(change["file"], {}), seconds)
+            stages = list(filter(None, stages))
+            if not stages:
+                record(change, noticed=False)
+                continue
+            copy = free.pop()
+            child = start(change, stages[0], seconds, copy)
             running[child] = change, copy, stages[1:]
+        if not running:
+            break
         child, status = os.wait()
         change, copy, stages = running.pop(child)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # What its tests may have started.
         if status == 0 and stages:
-            child = start(change, stages[0], seconds.keys(), seconds, copy)
+            child = start(change, stages[0], seconds, copy)
             running[child] = change, copy, stages[1:]
             continue
-        with results.open("a") as out:
-            result = {key: change[key] for key in ("key", "file", "line", "old", "new")}
-            print(json.dumps(result | {"noticed": status != 0}), file=out)
+        record(change, noticed=status != 0)
         (copy / change["file"]).write_text(change["unchanged"])
         free.append(copy)
 
@@ -539,13 +549,9 @@ def report(folder, files):
     results = [results[key] for key in current & results.keys()]
     explanations = (ROOT / "tests/tools/equivalent_mutants.md").read_text()
     missed = [result for result in results if not result["noticed"]]
-    is_left_out = {"": True, "pass": True}
-    open_ones = [
-        result
-        for result in missed
-        if f"`{result['old' if is_left_out.get(result['new']) else 'new']}`"
-        not in explanations
-    ]
+    for result in missed:
+        result["text"] = result["old" if result["new"] in ("", "pass") else "new"]
+    open_ones = [r for r in missed if f"`{r['text']}`" not in explanations]
     for result in sorted(open_ones, key=lambda r: (r["file"], r["line"])):
         print("{file}:{line}\n  - {old}\n  + {new}".format(**result))
     print(
