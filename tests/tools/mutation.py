@@ -443,15 +443,15 @@ def tests_for(change, lines, seconds):
     names.add("test_api.py")
     files = files_of(reach)
     own = [name for name in files if name.rpartition("/")[2] in names]
-    first = within(SECONDS_FIRST, seconds, reach, own[:2])
+    one_each = {function_of(test): test for test in reversed(reach)}
+    ordered = dict.fromkeys([*reversed(one_each.values()), *reach])
+    first = within(SECONDS_FIRST, seconds, ordered, own)
     # The fastest of all, since they may compare what was made at import.
     own_tests = [test for test in seconds if test.partition("::")[0] in own]
     more = [test for test in own_tests if seconds[test] < FAST_TEST]
     more += [test for test in reach if test not in first and test not in more]
     then = within(SECONDS_THEN, seconds, more, own)
-    one_each = {function_of(test): test for test in reversed(reach)}
     others = [name for name in files if name not in own][:OTHER_FILES]
-    ordered = dict.fromkeys([*reversed(one_each.values()), *reach])
     return first, then + within(SECONDS_OF_OTHERS, seconds, ordered, others)
 
 
@@ -514,12 +514,13 @@ def try_changes(folder, files, workers):
             result = {key: change[key] for key in ("key", "file", "line", "old", "new")}
             print(json.dumps(result | {"noticed": noticed}), file=out)
 
+    for i, change in enumerate(todo):
+        stages = tests_for(change, lines.get(change["file"], {}), seconds)
+        todo[i] = change, list(filter(None, stages))
     running = {}
     while todo or running:
         while free and todo:
-            change = todo.pop(0)
-            stages = tests_for(change, lines.get(change["file"], {}), seconds)
-            stages = list(filter(None, stages))
+            change, stages = todo.pop(0)
             if not stages:
                 record(change, noticed=False)
                 continue
@@ -532,11 +533,11 @@ def try_changes(folder, files, workers):
         change, copy, stages = running.pop(child)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # What its tests may have started.
-        if status == 0 and stages:
-            child = start(change, stages[0], seconds, copy)
-            running[child] = change, copy, stages[1:]
-            continue
-        record(change, noticed=status != 0)
+        if status == 0 and stages:  # Its slower tests run when all first ones have.
+            todo.append((change, stages))
+            print("{file}:{line}\n  - {old}\n  + {new}".format(**change), flush=True)
+        else:
+            record(change, noticed=status != 0)
         (copy / change["file"]).write_text(change["unchanged"])
         free.append(copy)
 
