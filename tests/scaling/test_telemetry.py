@@ -52,8 +52,10 @@ def test_raise_if_stalled_is_silent_below_the_limit():
 def test_raise_if_stalled_warns_of_a_scale_at_its_floor():
     """Batches that overflow at every scale bring it there, though most are applied."""
     ols.raise_if_stalled(after([False, True] * 39), max_consecutive=40)
-    with pytest.warns(UserWarning, match=r"is 5.96046e-08, at .* 39 of 79 steps"):
+    message = r"is 5.96046e-08, at .* 39 of 79 steps"
+    with pytest.warns(UserWarning, match=message) as warnings:
         ols.raise_if_stalled(after([False, True] * 39 + [True]), max_consecutive=40)
+    assert [warning.filename for warning in warnings] == [__file__]
 
 
 def test_raise_if_stalled_says_nothing_of_a_scale_above_its_floor():
@@ -71,8 +73,9 @@ def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
 
 
 def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
-    states = jax.tree.map(lambda *x: jnp.stack(x), after([True]), after([False]))
-    with pytest.raises(ols.LossScaleStalledError, match="last 1 steps"):
+    states = jax.tree.map(lambda *x: jnp.stack(x), after([True, True]), after([False]))
+    message = r"the last 1 steps .* 1 of 2 in all\), and the loss scale is 512\."
+    with pytest.raises(ols.LossScaleStalledError, match=message):
         ols.raise_if_stalled(states, max_consecutive=1)
 
 
