@@ -47,9 +47,8 @@ def run_masked(
 
 
 def _is_traced() -> bool:
-    """Whether operations are staged into a program, and `jax.jit` is not disabled."""
-    is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-    return isinstance(lax.full((), 0), jax.core.Tracer) and not is_disabled
+    """Whether operations are staged into a program."""
+    return isinstance(lax.full((), 0), jax.core.Tracer)
 
 
 def _run_masked_early(
@@ -69,12 +68,14 @@ def _run_masked_early(
         return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
 
     closed, shapes = jax.make_jaxpr(update, return_shape=True)()
-    call = closed.jaxpr.eqns[0] if closed.jaxpr.eqns else None
-    inner = None if call is None else call.params.get("jaxpr")
+    calls = closed.jaxpr.eqns
     results: tuple[PyTree, PyTree]
-    if call is None or inner is None:  # JAX writes down such a call in another way.
+    # If `jax.jit` is disabled, or JAX writes down its call in another way.
+    if [call.params.get("name") for call in calls] != ["update"]:
         results = update()
         return results
+    (call,) = calls
+    inner = call.params["jaxpr"]
     structure = jax.tree.structure(shapes)
     if not closed.effects:
         early = _masked_arrays(*jax.tree.unflatten(structure, inner.jaxpr.outvars))
@@ -125,9 +126,9 @@ def _masked_early(
     for results in (moments, updates):
         for equation in computed:
             unmasked = _masked_by(equation, results, given)
-            # An array that is returned twice has two masks. The second stays where it
-            # is, and reads the first.
-            if unmasked is not None and unmasked not in masks:
+            # An array that is returned twice has two masks. The last one is moved, and
+            # the first stays where it is, and reads that.
+            if unmasked is not None:
                 masks[unmasked] = equation
     moved = set(map(id, masks.values()))
     equations = [each for each in computed if id(each) not in moved]
@@ -135,10 +136,8 @@ def _masked_early(
     ordered = constants
     masked: dict[int, core.Var] = {}  # By identity, since a literal has no hash.
     for equation in equations:
-        if not masked.keys().isdisjoint(map(id, equation.invars)):
-            invars = [masked.get(id(atom), atom) for atom in equation.invars]
-            equation = equation.replace(invars=invars)
-        ordered.append(equation)
+        invars = [masked.get(id(atom), atom) for atom in equation.invars]
+        ordered.append(equation.replace(invars=invars))
         for variable in equation.outvars:
             if variable in masks:
                 ordered.append(masks[variable])

@@ -188,7 +188,6 @@ def _value_and_grad(
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     allow_int = jax_kwargs.get("allow_int", False)
 
-    @functools.wraps(fun)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
         trainable, merges = list(args), {}
         for index in range(len(args)):

@@ -75,7 +75,7 @@ def mask_updates(is_applied: jax.Array, updates: PyTree) -> PyTree:
         # -0.0 + 0.0 is 0.0, but -0.0 + -0.0 is -0.0. Converted and not negated, because
         # float8 dtypes without a negative zero have NaN there.
         zero = complex(-0.0, -0.0) if jnp.iscomplexobj(update) else -0.0
-        nothing = lax.full_like(update, zero if is_floating(update) else 0)
+        nothing = lax.full_like(update, zero)
         return lax.select_n(is_applied, nothing, update)
 
     # Each has a zero of its own. XLA would shard one zero for all arrays of a shape in
@@ -136,7 +136,7 @@ def _keep(is_applied: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
     kind = jax.typeof(new)
     if jax.typeof(old) == kind and jnp.ndim(is_applied) == 0:
         return lax.select_n(is_applied, old, new)
-    if not kind.sharding.mesh.empty and jax.typeof(old).sharding != kind.sharding:
+    if not kind.sharding.mesh.empty:
         # On an explicit mesh a select needs equal shardings. The result is sharded as
         # the bare optimizer's would be.
         old = jax.sharding.reshard(old, kind.sharding)
@@ -208,7 +208,7 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         if (dtype := dtype_of(new)) is not None and dtype != dtype_of(old):
             old = jnp.asarray(old).astype(dtype)
         # A state may have an entry for each device or ensemble member.
-        axes = range(is_applied.ndim, max(jnp.ndim(new), is_applied.ndim))
+        axes = range(is_applied.ndim, jnp.ndim(new))
         return _keep(lax.expand_dims(is_applied, axes), new, old)
 
     try:

@@ -184,7 +184,7 @@ def check_not_nested(name: str, inner_state: PyTree) -> None:
 def check_names(extra_args: dict[str, Any]) -> None:
     """Refuses a misspelt name, which most optimizers would ignore."""
     for name in extra_args:
-        for meant in difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.9):
+        for meant in difflib.get_close_matches(name, _ARGUMENTS, cutoff=0.9):
             raise TypeError(
                 f"`update` has no argument `{name}`. (Did you mean `{meant}`?)"
             )

@@ -128,7 +128,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     return divide_out(tree, get_loss_scale(state), flags_of(mask, tree))
 
 
-def divide_out(tree: PyTree, loss_scale: jax.Array, is_scaled: PyTree = True) -> PyTree:
+def divide_out(tree: PyTree, loss_scale: jax.Array, is_scaled: PyTree) -> PyTree:
     """`unscale` of the parts that are scaled, without the check."""
     check_arrays(jax.tree.leaves(where_true(is_scaled, tree)))
 

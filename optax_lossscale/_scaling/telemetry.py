@@ -156,8 +156,8 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
     # Explicitly, because `jax_transfer_guard="disallow"` refuses any other transfer.
     scale = get_loss_scale(state)
     scale, state = jax.device_get((scale, state._replace(rule_state=())))
-    consecutive, loss_scale = np.max(state.notfinite_count), np.min(scale)
-    skipped, steps = np.max(state.total_notfinite), np.max(state.step_count)
+    consecutive, loss_scale = int(np.max(state.notfinite_count)), np.min(scale)
+    skipped, steps = int(np.max(state.total_notfinite)), int(np.max(state.step_count))
     if consecutive >= max_consecutive:
         raise LossScaleStalledError(
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "

@@ -136,7 +136,7 @@ class _ScalesTrees:
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides the scale out of every floating leaf."""
-        return divide_out(tree, self._state().loss_scale)
+        return divide_out(tree, self._state().loss_scale, True)
 
     def _state(self) -> LossScaleState:
         """The scale, or 2**126 in place of a larger one, whose reciprocal is zero."""

@@ -19,6 +19,7 @@ import optax_lossscale as ols
 from helpers import strategies
 from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
+from helpers.nodes import Foreign
 from optax_lossscale._scaling import finite as _finite
 
 
@@ -217,3 +218,36 @@ def test_leaves_are_local_where_every_axis_is_manual():
         mapped = jax.shard_map(look, mesh=mesh, axis_names=names, **specs)
         jax.jit(mapped).lower(jnp.ones(8))
         assert seen[-1] is (names == {"data", "model"})
+
+
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_an_array_of_another_library_is_refused(function):
+    with pytest.raises(TypeError, match=r"of JAX or NumPy, got one of type Foreign"):
+        function({"a": jnp.ones(2), "b": Foreign()})
+
+
+def test_numbers_and_arrays_of_numpy_are_seen():
+    tree = [1.5, 3, np.float32(-2.5), np.ones(2, np.float16), np.arange(9)]
+    assert ols.all_finite(tree)
+    assert ols.max_magnitude(tree) == 2.5
+    for bad in (float("nan"), np.float32("inf"), np.full(2, np.nan)):
+        assert not ols.all_finite([*tree, bad])
+        assert ols.max_magnitude([*tree, bad]) == np.inf
+
+
+def test_the_largest_magnitude_has_the_derivative_zero_on_any_axis():
+    def loss(x):
+        return jnp.sum(x**2) + ols.max_magnitude(x, axis_name="i")
+
+    grads = jax.vmap(jax.grad(loss), axis_name="i")(jnp.ones((2, 3)))
+    assert grads.tolist() == [[2.0] * 3] * 2
+    assert jax.grad(ols.max_magnitude)(jnp.ones(3)).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("size", [2**14, 2**14 + 1, 2**14 + 15, 2**15 - 1])
+@pytest.mark.parametrize("bad", [0, 9_000, -1])
+def test_a_bad_entry_anywhere_in_a_leaf_of_any_size_is_seen(size, bad):
+    array = jnp.ones(size).at[bad].set(7.0)
+    assert ols.max_magnitude([array]) == 7.0
+    assert ols.max_magnitude([array, -array]) == 7.0
+    assert not ols.all_finite([array.at[bad].set(jnp.nan)])

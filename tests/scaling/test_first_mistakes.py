@@ -162,6 +162,14 @@ def test_update_does_not_warn_of_a_scale_from_another_argument(transform):
     without_warning(step, PARAMS, STATE, STATE)
 
 
+def test_update_passes_on_a_name_that_is_only_similar():
+    inner = optax.GradientTransformationExtraArgs(
+        optax.sgd(0.1).init, lambda grads, state, params, *, grad_fn: (grads, state)
+    )
+    tx = ols.loss_scaled(inner)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, grad_fn=loss_fn)
+
+
 @pytest.mark.parametrize("name", ["acept", "grad_finite", "grads_unscale"])
 def test_update_refuses_a_misspelt_argument(name):
     with pytest.raises(TypeError, match=rf"no argument `{name}`. \(Did you mean"):
@@ -206,9 +214,16 @@ CLIP = optax.clip_by_global_norm(1.0)
 def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
     train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     for state in (train_state, train_state.opt_state):
-        with pytest.warns(UserWarning, match=r"before `loss_scaled`.*\(Write") as seen:
-            ols.scaled_grad(loss_fn, state)
-        assert [warning.filename for warning in seen] == [__file__]
+        for see in (
+            lambda state: ols.scaled_grad(loss_fn, state),
+            lambda state: ols.scaled_value_and_grad(loss_fn, state),
+            lambda state: ols.scale(jnp.float32(1.0), state),
+        ):
+            message = r"before `loss_scaled`.*\(Write"
+            with pytest.warns(UserWarning, match=message) as warnings:
+                see(state)
+            seen = [warning for warning in warnings if re.search(message, str(warning))]
+            assert [warning.filename for warning in seen] == [__file__]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +262,11 @@ def test_a_chain_may_clip_the_true_gradients_before_loss_scaled():
 def test_scaling_does_not_warn_of_a_wrapper_that_does_no_harm(tx):
     state = tx.init(PARAMS)
     without_warning(ols.scaled_value_and_grad(loss_fn, state), PARAMS, X)
+
+
+def test_scaling_does_not_warn_of_the_wrapper_of_another_optimizer():
+    other = optax.MultiSteps(optax.sgd(1e-3), 2).init(PARAMS)
+    without_warning(lambda: ols.scaled_value_and_grad(loss_fn, [other, STATE]))
 
 
 def test_scaling_refuses_the_scales_of_several_devices():

@@ -81,6 +81,23 @@ def test_a_float8_update_that_overflows_is_skipped_by_check_updates():
     assert state.loss_scale_state.total_notfinite == 1
 
 
+def test_beside_float8_parameters_others_may_be_wider_or_absent():
+    params = {
+        "float8": jnp.ones(2, jnp.float8_e4m3fn),
+        "half": jnp.ones(2, jnp.bfloat16),
+        "fixed": jnp.ones(2, jnp.float8_e4m3fn),
+    }
+    third = jnp.full(2, 1 / 3, jnp.float32)
+    grads = {"float8": third, "half": third, "fixed": optax.MaskedNode()}
+    inner = optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda grads, state, params: (grads, state)
+    )
+    tx = ols.loss_scaled(inner, ols.static_loss_scale(1.0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    rounded = third.astype(jnp.float8_e4m3fn)
+    assert_same_bits(updates, {**grads, "float8": rounded})
+
+
 @pytest.mark.parametrize("is_link", [True, False])
 def test_without_parameters_of_their_own_updates_keep_all_their_bits(is_link):
     ones = jnp.ones(2, jnp.float8_e4m3fn)

@@ -127,3 +127,32 @@ def test_second_derivatives_of_the_reported_loss_are_true():
         return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
 
     assert jax.grad(jax.grad(reported))(2.0) == 12.0
+
+
+@pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1])])
+def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argnums):
+    other, params = object(), {"w": jnp.ones(2), "count": 3}
+
+    def loss(seen, params):
+        assert seen is other
+        return jnp.sum(params["w"] ** params["count"])
+
+    grad_fn = ols.scaled_grad(loss, STATE, argnums)
+    for _ in range(2):
+        (grads,) = jax.tree.leaves(grad_fn(other, params))  # A count has none.
+        assert grads.tolist() == [3 * 1024.0] * 2
+
+
+def test_a_list_of_loss_and_auxiliary_data_is_taken_for_a_pair():
+    value, _ = ols.scaled_value_and_grad(lambda x: [loss_fn(x), 2], STATE, 0, True)(X)
+    assert value == (5.0, 2)
+
+
+def test_an_error_of_the_function_has_no_note_on_arguments():
+    def broken(x):
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own") as error:
+        ols.scaled_grad(broken, STATE)(X)
+    notes = getattr(error.value, "__notes__", [])
+    assert not any("holds no floating array" in note for note in notes)

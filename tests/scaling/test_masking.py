@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,6 +82,25 @@ def test_the_update_of_a_bad_step_keeps_positive_and_negative_zeros(dtype):
     updates = mask_updates(BAD, jnp.full_like(params, jnp.nan))
     assert_same_bits(optax.apply_updates(params, updates), params)
     assert_same_bits(jax.jit(optax.apply_updates)(params, updates), params)
+
+
+def test_the_update_of_a_bad_step_is_zero_for_integers_too():
+    updates = [jnp.arange(3), jnp.asarray([True, False]), jnp.arange(2, dtype="uint8")]
+    expected = [jnp.zeros_like(update) for update in updates]
+    assert_same_bits(mask_updates(BAD, updates), expected)
+
+
+@pytest.mark.parametrize("old", [3, jnp.asarray(3), np.asarray(3)])
+def test_a_count_that_becomes_floating_keeps_the_value_it_had(old):
+    new = jnp.float16(0.5)
+    assert_same_bits(mask_state(BAD, new, old), jnp.float16(3))
+    assert_same_bits(mask_state(GOOD, new, old), new)
+    assert cast_like(new, old) is new
+
+
+def test_cast_like_leaves_what_had_no_dtype():
+    for old in (1, None, "text"):
+        assert cast_like([jnp.int8(3)], [old])[0].dtype == jnp.int8
 
 
 def test_cast_like_restores_dtypes_and_leaves_the_rest():
@@ -284,6 +304,85 @@ def test_an_update_that_is_staged_while_jit_is_disabled_is_masked_too():
         *jax.tree.leaves((BAD, GRADS, OLD))
     )
     assert_same_bits(list(flat), jax.tree.leaves(masked(BAD, GRADS, OLD)))
+
+
+def test_an_update_keeps_the_order_of_what_it_prints(capfd):
+    def printing(grads, state):
+        jax.debug.print("moment {}", state["moment"][0], ordered=True)
+        jax.debug.print("constant", ordered=True)
+        return update(grads, state)
+
+    jax.jit(lambda *args: masked(*args, printing))(GOOD, GRADS, OLD)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[:2] == ["moment 1.0", "constant"]
+
+
+def test_a_choice_of_the_optimizer_is_not_taken_for_a_mask():
+    """What it reads besides is the array before the choice."""
+
+    def choosing(grads, state):
+        moment = state + grads
+        return {"a": jnp.where(state > 2, moment, 0.0), "b": moment * 2}, moment
+
+    run = jax.jit(lambda *args: masked(*args, choosing))
+    state = jnp.asarray([1.0, 3.0])
+    updates, _ = run(GOOD, GRADS, state)
+    assert_same_bits(updates, choosing(GRADS, state)[0])
+
+
+def test_a_state_that_becomes_floating_is_masked_where_its_old_value_is_known():
+    def averaging(grads, state):
+        new = state.astype(grads.dtype) + grads
+        return new * 2, new
+
+    run = jax.jit(lambda *args: masked(*args, averaging))
+    state = jnp.arange(2)
+    assert_same_bits(run(GOOD, GRADS, state), averaging(GRADS, state))
+    updates, kept = run(BAD, GRADS, state)
+    assert_same_bits((updates, kept), (-jnp.zeros(2), jnp.asarray([0.0, 1.0])))
+
+
+@pytest.mark.parametrize("constant", [0.5, jnp.float32(0.5), np.float32(0.5)])
+def test_a_number_may_be_the_update(constant):
+    def run(finite, state):
+        return run_masked(finite, lambda: (jnp.asarray(constant), state + 1), state)
+
+    state = jnp.float32(1.0)
+    assert_same_bits(jax.jit(run)(GOOD, state), (jnp.float32(0.5), jnp.float32(2.0)))
+    assert_same_bits(jax.jit(run)(BAD, state), (jnp.float32(-0.0), state))
+
+
+@pytest.mark.parametrize("count", [jnp.int32(0), jnp.zeros(2, jnp.int32)])
+def test_the_bias_correction_of_a_bad_first_step_divides_nothing_by_zero(count):
+    def corrected(grads, state):
+        moment, count = state
+        moment = 0.9 * moment + 0.1 * grads
+        count = count + 1
+        decay = 0.9 ** count.astype(jnp.float32)
+        return moment / (1 - decay), (moment, count)
+
+    def step(finite, grads, state):
+        return run_masked(finite, lambda: corrected(grads, state), state)
+
+    checked = checkify.checkify(jax.jit(step), checkify.float_checks)
+    error, _ = checked(BAD, GRADS, (jnp.zeros(2), count))
+    assert error.get() is None
+
+
+def test_a_program_that_is_staged_without_jit_is_not_taken_for_the_update():
+    def wrapped(grads, state):
+        moment = jax.checkpoint(jnp.add)(state, grads)
+        return moment * 2, moment
+
+    state = jnp.ones(2)
+    with jax.disable_jit():
+        program = jax.make_jaxpr(lambda *args: masked(*args, wrapped))(
+            GOOD, GRADS, state
+        )
+    assert_same_bits(
+        tuple(jax.extend.core.jaxpr_as_fun(program)(GOOD, GRADS, state)),
+        wrapped(GRADS, state),
+    )
 
 
 def test_an_error_of_the_update_is_raised_unchanged():

@@ -150,6 +150,28 @@ def test_an_inner_state_whose_arrays_cannot_be_matched_is_refused(name):
         tx.update(SCALED, tx.init(PARAMS), PARAMS)
 
 
+def test_an_inner_state_may_be_a_node_whose_arrays_have_no_paths():
+    inner = optax.GradientTransformation(
+        lambda params: Twins(ONE, ONE),
+        lambda grads, state, params: (grads, Twins(TWO[0] + 1, ONE)),
+    )
+    tx = ols.loss_scaled(inner, RULE)
+    for grads, first in ((SCALED, 2.0), (BAD, 1.0)):
+        _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert jax.tree.leaves(state.inner_state)[0] == first
+
+
+def test_what_a_skipped_first_step_would_add_to_the_inner_state_is_zero():
+    inner = optax.GradientTransformation(
+        lambda params: {"a": ONE},
+        lambda grads, state, params: (grads, {"a": ONE, "added": 5 * TWO}),
+    )
+    tx = ols.loss_scaled(inner, RULE)
+    for grads, added in ((SCALED, [5.0, 5.0]), (BAD, [0.0, 0.0])):
+        _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        assert state.inner_state["added"].tolist() == added
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

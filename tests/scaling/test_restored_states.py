@@ -97,3 +97,11 @@ def test_after_a_damaged_count_of_steps_zeros_still_raise_a_scale_that_is_too_lo
     for _ in range(2):
         state = rule.adjust(state, True, 0.0)
     assert state.loss_scale > 1
+
+
+def test_the_arrays_of_a_rule_may_be_restored_as_lists():
+    tx, state = trained("headroom")
+    lists = jax.tree.map(lambda leaf: leaf.tolist(), state.loss_scale_state)
+    restored = state._replace(loss_scale_state=lists)
+    expected = tx.update(PARAMS, state, PARAMS)
+    assert_same_bits(tx.update(PARAMS, restored, PARAMS), expected)

@@ -1,5 +1,6 @@
 """`scaled_backward`: scaled on the way, for whoever differentiates the function."""
 
+import inspect
 import itertools
 
 import equinox as eqx
@@ -205,6 +206,36 @@ def test_several_arguments():
     assert_same_bits(jax.grad(inside, (0, 2))(*args), expected)
 
 
+@pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1]), np.asarray([1])])
+def test_argnums_name_the_parameters(argnums):
+    def loss(x, params):
+        return loss_fn(params, x)
+
+    inside = ols.scaled_backward(loss, SCALE, argnums)
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="float32 or wider, got bfloat16"):
+            jax.grad(inside, 1)(X, half)
+
+
+def test_the_first_argument_may_be_counted_from_behind():
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    with pytest.raises(TypeError, match="float32 or wider, got bfloat16"):
+        jax.grad(ols.scaled_backward(loss_fn, SCALE, -2))(half, X)
+
+
+def test_the_function_keeps_its_name_and_signature():
+    assert INSIDE.__name__ == "loss_fn"
+    assert inspect.signature(INSIDE) == inspect.signature(loss_fn)
+
+
+def test_a_state_that_is_constant_under_jit_is_warned_of():
+    state = ols.dynamic_loss_scale().init()
+    inside = ols.scaled_backward(loss_fn, state)
+    with pytest.warns(UserWarning, match="is a constant of this jitted function"):
+        jax.jit(inside)(PARAMS, X)
+
+
 @pytest.mark.slow
 def test_the_gradient_of_an_argument_that_was_not_named_is_the_true_one():
     for x in (X, X.astype(jnp.float16)):
@@ -266,6 +297,37 @@ def test_modules_of_nnx_are_changed_as_without(jit):
         return plain_numbers((result, nnx.state(model)))
 
     assert_same_bits(run(ols.scaled_backward(net_loss, SCALE)), run(net_loss))
+
+
+def test_a_module_may_be_used_again_in_the_same_loss():
+    """What follows the function must not have the scale divided out a second time."""
+
+    def gradients(fun):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        decay = 0.1
+
+        def loss(model):
+            losses = fun(model, X), fun(model, 2 * X)
+            return sum(losses) + decay * jnp.sum(model.kernel[...] ** 2)
+
+        return plain_numbers(nnx.grad(loss)(model))
+
+    assert_same_bits(
+        gradients(ols.scaled_backward(net_loss, SCALE)), gradients(net_loss)
+    )
+
+
+def test_a_module_that_is_not_differentiated_keeps_what_the_function_changes():
+    def statistics(fun):
+        model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        grads = nnx.grad(fun)(jnp.ones(3), model)
+        return grads, plain_numbers(nnx.state(model, nnx.BatchStat))
+
+    def loss(scale, model):
+        return jnp.sum(model(scale * X) * X)
+
+    inside = ols.scaled_backward(loss, SCALE)
+    assert_same_bits(statistics(inside), statistics(loss))
 
 
 @pytest.mark.slow
@@ -409,6 +471,21 @@ def test_parameters_below_float32_are_refused_when_they_are_differentiated():
             lambda: ols.scaled_backward(lambda p: p, 2.0, has_aux=True)(1.0),
             TypeError,
             "must return a pair",
+        ),
+        (
+            lambda: ols.scaled_backward(lambda p: (p, 1, 2), 2.0, has_aux=True)(1.0),
+            TypeError,
+            "must return a pair",
+        ),
+        (
+            lambda: ols.scaled_backward(lambda p: p, 2.0, argnums=1)(1.0),
+            TypeError,
+            "its argument 1, which is differentiated",
+        ),
+        (
+            lambda: ols.scaled_backward(lambda p: p, 2.0, argnums=2)(1.0),
+            TypeError,
+            "its argument 2, which is differentiated",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from flax import nnx
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7, enable_x64
+from helpers.nodes import Foreign
 
 STATE = ols.static_loss_scale(2.0**10).init()
 NARROW = [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -142,3 +143,11 @@ def test_a_mask_can_hold_its_bools_in_flax_variables():
     unscaled = ols.unscale(grads, STATE, mask=mask)
     np.testing.assert_array_equal(unscaled["kernel"][...], np.full((2, 2), 2.0**-8))
     np.testing.assert_array_equal(unscaled["bias"][...], [4.0, 4.0])
+
+
+def test_an_array_of_another_library_is_refused_unless_it_is_left_alone():
+    state, tree = ols.static_loss_scale(8.0).init(), [jnp.ones(2), Foreign()]
+    for function in (ols.scale, ols.unscale):
+        with pytest.raises(TypeError, match="of JAX or NumPy, got one of type Foreign"):
+            function(tree, state)
+    assert ols.unscale(tree, state, mask=[True, False])[1] is tree[1]

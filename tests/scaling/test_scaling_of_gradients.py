@@ -485,3 +485,31 @@ def test_a_constant_scale_under_jit_is_not_warned_of_if_it_never_changes():
     for rule in (ols.static_loss_scale(8.0), ols.no_loss_scale()):
         state = ols.loss_scaled(optax.sgd(0.1), rule).init(PARAMS)
         without_warning(jax.jit(lambda p, s=state: scaled(p, s, X)), PARAMS)
+
+
+def test_the_warning_of_a_constant_names_the_line_that_scales():
+    with pytest.warns(UserWarning, match="a constant of this jitted") as seen:
+        jax.jit(lambda loss: ols.scale(loss, STATE))(jnp.float32(1.0))
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "rule", [ols.headroom_loss_scale(), ols.dynamic_loss_scale(), ols.presets.torch()]
+)
+def test_gradients_without_the_scale_are_warned_of_under_every_rule(rule):
+    tx = ols.loss_scaled(optax.sgd(0.1), rule)
+    step = jax.jit(lambda p, s: tx.update(jax.grad(loss_fn)(p, X), s, p))
+    with pytest.warns(UserWarning, match="computed without it"):
+        step(PARAMS, tx.init(PARAMS))
+
+
+def test_a_rule_that_keeps_the_scale_allows_no_other_mistake():
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(8.0))
+
+    @jax.jit
+    def step(params, state, x):
+        grads = ols.unscale(scaled(params, state, x), state)
+        return tx.update(grads, state, params)
+
+    with pytest.warns(UserWarning, match="unscaled already"):
+        step(PARAMS, tx.init(PARAMS), X)

@@ -210,3 +210,22 @@ def test_the_paths_in_the_error_pick_one_even_if_names_hold_slashes():
         assert listed
         for path in (ast.literal_eval(suggested), *listed):
             ols.find_loss_scale_state(tree, path=path)
+
+
+def test_a_weakly_typed_scale_is_read_as_a_strong_one():
+    state = ols.dynamic_loss_scale().init()._replace(loss_scale=jnp.asarray(8.0))
+    assert not ols.get_loss_scale(state).weak_type
+
+
+def test_the_scale_of_gradients_that_are_never_unscaled_is_one():
+    state = ols.no_loss_scale().init()
+    assert ols.get_loss_scale(state._replace(loss_scale=jnp.float32(8.0))) == 1.0
+
+
+@pytest.mark.parametrize("count", [3, np.int64(3), np.asarray(3), jnp.asarray(3)])
+def test_a_restored_count_of_steps_goes_on_as_int32(count):
+    rule = ols.dynamic_loss_scale()
+    state = rule.adjust(rule.init()._replace(step_count=count), True)
+    assert_same_bits(state.step_count, jnp.int32(4))
+    metrics = ols.loss_scale_metrics(state._replace(total_notfinite=count))
+    assert metrics["skip_rate"] == 0.75

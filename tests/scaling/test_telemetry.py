@@ -211,3 +211,15 @@ def test_warn_after_counts_steps_that_are_not_accepted(rule):
     first = tx.init(jnp.ones(2))
     (message,) = warnings_of(lambda: update(update(update(first))))
     assert message.startswith("the last 2 steps were skipped, and the loss scale is 1")
+
+
+def test_a_step_that_warns_can_be_differentiated_by_its_scale():
+    tx = ols.loss_scaled(optax.sgd(1.0), RULE, warn_after=2)
+    state, grads = tx.init(jnp.ones(())), jnp.float32(1024.0)
+
+    def update_of(scale):
+        scaled = state.loss_scale_state._replace(loss_scale=scale)
+        updates, new = tx.update(grads, state._replace(loss_scale_state=scaled))
+        return updates + new.loss_scale_state.loss_scale
+
+    assert jax.grad(update_of)(jnp.float32(1024.0)) == 1 / 1024.0

@@ -268,6 +268,32 @@ def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale(value, run)
     assert not jnp.isfinite(updates["w"]).all()
 
 
+def test_check_updates_skips_nothing_under_a_rule_that_never_skips():
+    rule = ols.static_loss_scale(SCALE, skip_nonfinite=False)
+    tx = ols.loss_scaled(bad_updates_above(100.0), rule, check_updates=True)
+    large = scaled(GRADS, SCALE * 1000)
+    updates, state = tx.update(large, tx.init(PARAMS), PARAMS)
+    assert not jnp.isfinite(updates["w"]).all()
+    assert state.loss_scale_state.total_notfinite == 0
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("accept", [True, False])
+def test_no_loss_scale_casts_nothing_where_a_step_may_be_rejected(accept):
+    """The bare optimizer may have its state and updates in any dtype."""
+    inner = optax.GradientTransformation(
+        lambda params: jnp.ones(2, jnp.float16),
+        lambda grads, state, params: (grads, state.astype(jnp.float32) + 1),
+    )
+    tx = ols.loss_scaled(inner, ols.no_loss_scale())
+    params = grads = jnp.ones(2, jnp.float16)
+    updates, state = tx.update(grads, tx.init(params), params, accept=accept)
+    assert_same_bits(updates, grads if accept else -jnp.zeros(2, jnp.float16))
+    expected = jnp.full(2, 2.0 if accept else 1.0)
+    assert_same_bits(state.inner_state, expected.astype(state.inner_state.dtype))
+    assert state.inner_state.dtype == jnp.float32
+
+
 @pytest.mark.parametrize(
     ("rule", "other"),
     [
@@ -281,7 +307,8 @@ def test_a_state_of_another_rule_is_refused(rule, other):
     # Otherwise gradients scaled by one rule would not be unscaled by the other.
     tx, saved = ols.loss_scaled(adam(), rule), ols.loss_scaled(adam(), other)
     state = saved.init(PARAMS)
-    with pytest.raises(ValueError, match=r"`state` must be .* this optimizer's own ru"):
+    message = r"`state` must be .* this optimizer's own rule, .*\(To change the rule:"
+    with pytest.raises(ValueError, match=message):
         tx.update(GRADS, state, PARAMS)
     tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
 

@@ -57,6 +57,23 @@ def test_each_member_of_a_stacked_state_selects_its_own_rows():
     np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
 
 
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_restored_state_selects_too(finite):
+    state = ols.dynamic_loss_scale().init()._replace(last_finite=finite)
+    kept = ols.where_applied(state, jnp.ones(()), jnp.zeros(()))
+    assert bool(kept) == finite
+
+
+@pytest.mark.parametrize("old", [2, 2.0, np.float64(2), np.asarray(2)])
+def test_an_old_number_gets_the_dtype_of_the_new_one(old):
+    assert_same_bits(ols.where_applied(SKIPPED, jnp.float16(1), old), jnp.float16(2))
+
+
+def test_arrays_that_a_step_leaves_alone_may_be_the_same_in_both_trees():
+    array = jnp.ones(2)
+    assert_same_bits(ols.where_applied(SKIPPED, [array], [array]), [array])
+
+
 def test_several_states_are_refused_and_a_found_one_is_taken():
     both = {"a": APPLIED, "b": SKIPPED}
     with pytest.raises(ValueError, match=r"find_loss_scale_state\(tree, path='a'\)"):

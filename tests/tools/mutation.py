@@ -40,6 +40,7 @@ TESTS = [
     "tests/other_systems",
     "tests/docs/test_api.py",
     "tests/integration/test_devices.py",
+    "tests/integration/test_checkpoints.py",
     "optax_lossscale/_scaling",
     "optax_lossscale/_ground",
 ]
@@ -58,27 +59,39 @@ PYTEST = [
 ]
 # Which tests a file has. They are run first, and the fastest of them before the others.
 TESTS_OF = {
-    "backward": ["scaled_backward"],
-    "early_masks": ["masking", "cost", "optimizers"],
-    "finite": ["finite", "cost"],
-    "grad": ["grad", "grad_of_models"],
+    "backward": ["scaled_backward", "first_mistakes"],
+    "early_masks": ["masking", "cost", "optimizers", "transform"],
+    "finite": ["finite", "cost", "devices", "kept_rounding", "verdicts"],
+    "grad": ["grad", "grad_of_models", "first_mistakes"],
     "headroom": ["headroom", "all_histories", "bounds"],
-    "masking": ["masking", "where_applied", "optimizers", "transform"],
-    "mistakes": ["first_mistakes", "scaling_of_gradients"],
+    "masking": [
+        *("masking", "where_applied", "optax_chains", "restored_states"),
+        *("update_arguments", "transform"),
+    ],
+    "mistakes": [
+        *("first_mistakes", "scaling_of_gradients", "transform"),
+        *("restored_states", "update_arguments"),
+    ],
     "rules": [
         *("rules", "bounds", "all_histories"),
         *("presets", "long_runs", "recorded_trajectories"),
     ],
-    "scale": ["scaling", "transform", "grad"],
-    "state": ["state", "restored_states"],
-    "telemetry": ["telemetry"],
-    "trainable": ["master_weights", "grad_of_models", "first_mistakes"],
-    "transform": ["transform", "update_arguments", "optax_chains", "restored_states"],
+    "scale": ["scaling", "first_mistakes", "transform", "grad", "presets"],
+    "state": ["state", "restored_states", "telemetry", "transfer_guard"],
+    "telemetry": ["telemetry", "first_mistakes", "restored_states"],
+    "trainable": [
+        *("master_weights", "compact_masters", "grad_of_models"),
+        *("first_mistakes", "transform"),
+    ],
+    "transform": [
+        *("transform", "update_arguments", "optax_chains", "restored_states"),
+        *("float8", "telemetry", "first_mistakes", "checkpoints", "optimizers"),
+    ],
     "verdict": ["verdicts", "all_histories", "transform", "restored_states"],
 }
 SECONDS_FIRST = 3.0
 FAST_TEST = 0.02
-SECONDS_THEN = 40.0
+SECONDS_THEN = 60.0
 # Then of other files, those with the most tests that reach the line.
 OTHER_FILES = 8
 SECONDS_OF_OTHERS = 25.0
@@ -272,6 +285,8 @@ def changes_of(name):
     seen = collections.Counter()
     for start, end, new in Changes(source).found:
         changed = source[:start] + new + source[end:]
+        if changed == source:
+            continue
         try:
             compile(changed, name, "exec")
         except SyntaxError:
@@ -449,7 +464,7 @@ def tests_for(change, lines, seconds):
     # The fastest of all, since they may compare what was made at import.
     own_tests = [test for test in seconds if test.partition("::")[0] in own]
     more = [test for test in own_tests if seconds[test] < FAST_TEST]
-    more += [test for test in reach if test not in first and test not in more]
+    more += [test for test in ordered if test not in first and test not in more]
     then = within(SECONDS_THEN, seconds, more, own)
     others = [name for name in files if name not in own][:OTHER_FILES]
     return first, then + within(SECONDS_OF_OTHERS, seconds, ordered, others)
@@ -460,10 +475,10 @@ class Chosen:
 
     def __init__(self, tests, known):
         self.order = {test: i for i, test in enumerate(tests)}
-        self.known = {function_of(test) for test in known}
+        self.known = known
 
     def is_chosen(self, item):
-        is_new = function_of(item.nodeid) not in self.known
+        is_new = item.nodeid not in self.known
         is_fast = not item.get_closest_marker("slow")
         return item.nodeid in self.order or (is_new and is_fast)
 
