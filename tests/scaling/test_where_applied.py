@@ -74,6 +74,28 @@ def test_arrays_that_a_step_leaves_alone_may_be_the_same_in_both_trees():
     assert_same_bits(ols.where_applied(SKIPPED, [array], [array]), [array])
 
 
+class Wrapped:
+    """An array in a node of its own, as a variable of Keras is."""
+
+    def __init__(self, array):
+        self.array = array
+
+    dtype = property(lambda self: self.array.dtype)
+    shape = property(lambda self: self.array.shape)
+
+    def __jax_array__(self):
+        return self.array
+
+
+@pytest.mark.parametrize("wrap_new", [Wrapped, jnp.asarray])
+@pytest.mark.parametrize("wrap_old", [Wrapped, jnp.asarray])
+def test_of_wrapped_arrays_the_values_are_selected(wrap_new, wrap_old):
+    new, old = jnp.ones(2), jnp.zeros(2)
+    for state, expected in ((APPLIED, new), (SKIPPED, old)):
+        kept = ols.where_applied(state, [wrap_new(new)], [wrap_old(old)])
+        assert_same_bits(kept, [expected])
+
+
 def test_several_states_are_refused_and_a_found_one_is_taken():
     both = {"a": APPLIED, "b": SKIPPED}
     with pytest.raises(ValueError, match=r"find_loss_scale_state\(tree, path='a'\)"):
