@@ -131,7 +131,7 @@ def test_second_derivatives_of_the_reported_loss_are_true():
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1])])
 def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argnums):
-    other, params = {"x": jnp.ones(2)}, {"w": jnp.ones(2), "count": 3}
+    other, params = {"x": jnp.ones(2), "n": 3}, {"w": jnp.ones(2), "count": 3}
 
     def loss(seen, params):
         assert seen is other

@@ -71,7 +71,8 @@ def test_metrics_and_raise_if_stalled_read_a_restored_state(kind):
     restored = RESTORED[kind](state)
     assert_same_bits(ols.loss_scale_metrics(restored), ols.loss_scale_metrics(state))
     ols.raise_if_stalled(restored, max_consecutive=2)
-    with pytest.raises(ols.LossScaleStalledError, match=r"the last 1 steps .* is 8192"):
+    message = r"the last 1 steps .* 2 of 4 in all\), and the loss scale is 8192\."
+    with pytest.raises(ols.LossScaleStalledError, match=message):
         ols.raise_if_stalled(restored, max_consecutive=1)
 
 
