@@ -92,17 +92,14 @@ _WRONG_SCALING = {
 def warn_if_constant(state: PyTree) -> None:
     """Warns of a gradient function that was made once, outside the jitted step."""
     loss_scale_state = find_loss_scale_state(state)
-    loss_scale = loss_scale_state.loss_scale
     # A rule without a state of its own may keep the scale.
-    if isinstance(loss_scale, jax.core.Tracer) or not jax.tree.leaves(
-        loss_scale_state.rule_state
-    ):
+    if not jax.tree.leaves(loss_scale_state.rule_state):
         return
     try:
         from optax_lossscale._programs.dependence import is_constant_under_jit
     except ImportError:
         return
-    if is_constant_under_jit(loss_scale):
+    if is_constant_under_jit(loss_scale_state.loss_scale):
         warnings.warn(
             "the loss scale is a constant of this jitted function, which goes on "
             "scaling by it when the state has changed. (Call "

@@ -195,7 +195,7 @@ def with_stall_warning(state: LossScaleState, after: int) -> LossScaleState:
                 f"the last {after} steps were skipped, and the loss scale is "
                 f"{np.min(loss_scale):g}. {_ADVICE}",
                 RuntimeWarning,
-                stacklevel=1,  # Whoever called the step, the callback cannot see.
+                stacklevel=1,  # A callback does not see who called the step.
             )
         return loss_scale
 
