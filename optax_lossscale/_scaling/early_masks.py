@@ -153,7 +153,7 @@ def _masked_by(
     if equation.primitive is not lax.select_n_p or equation.outvars[0] not in results:
         return None
     *others, new = equation.invars
-    if new in given:
+    if isinstance(new, core.Literal) or new in given:
         return None
     are_given = all(isinstance(atom, core.Literal) or atom in given for atom in others)
     # Later equations rely on the type.

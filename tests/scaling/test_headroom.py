@@ -247,14 +247,14 @@ def test_an_overflow_after_zeros_and_a_step_skipped_for_its_updates_is_the_first
 def test_a_number_that_cannot_be_right_is_ignored(field):
     rule = ols.headroom_loss_scale(recent=4, history=4, margin_bits=0.0)
     adjust = jax.jit(rule.adjust)
-    state = adjust(rule.init(), True, 1.0)
+    state = adjust(rule.init(), True, 2.0**-4)
     memory = getattr(state.rule_state, field)
     # A peak of 2**10 would have overflowed at the present scale.
     wrong = [math.nan, INF, -INF, -1.0, 1e20, 3e38] + [2.0**10] * (field == "peaks")
     for bad, where in itertools.product(wrong, [slice(None), 2, -1]):
         rule_state = state.rule_state._replace(**{field: memory.at[where].set(bad)})
         damaged = state._replace(rule_state=rule_state)
-        for maximum, expected in ((1.0, 2.0**15), (INF, 2.0**14)):
+        for maximum, expected in ((2.0**-4, 2.0**19), (INF, 2.0**18)):
             after = adjust(damaged, maximum < INF, maximum)
             assert after.loss_scale == expected, (bad, where)
             for leaf in after.rule_state:
@@ -303,3 +303,11 @@ def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected)
 def test_headroom_refuses_a_bad_setting(settings, error, message):
     with pytest.raises(error, match=message):
         ols.headroom_loss_scale(**settings)
+
+
+def test_the_largest_magnitude_that_fits_at_the_floor_is_remembered():
+    rule = ols.headroom_loss_scale(2.0, min_scale=1.0, margin_bits=0.0)
+    state = rule.init()
+    recent = state.rule_state.recent.at[-1].set(65504.0)
+    state = state._replace(rule_state=state.rule_state._replace(recent=recent))
+    assert rule.adjust(state, True, 1.0).loss_scale == 1.0
