@@ -126,8 +126,8 @@ def _masked_early(
     for results in (moments, updates):
         for equation in computed:
             unmasked = _masked_by(equation, results, given)
-            # An array that is returned twice has two masks. The last one is moved, and
-            # the first stays where it is, and reads that.
+            # An array that is returned twice has two masks. The second is moved; the
+            # first stays where it is, and reads what the second has masked.
             if unmasked is not None:
                 masks[unmasked] = equation
     moved = set(map(id, masks.values()))

@@ -197,7 +197,7 @@ def _reduce(
         # collective over all axes; XLA would make one for each set of axes.
         on_each_device: Callable[..., jax.Array] = jax.shard_map(
             lambda *args: statistic.reduce_devices(reduce_here(*args), axes),
-            mesh=shardings[0].mesh,
+            mesh=next(s.mesh for s in shardings if any(s.spec)),
             in_specs=([sharding.spec for sharding in shardings], PartitionSpec()),
             out_specs=PartitionSpec(),
             axis_names=set(axes),

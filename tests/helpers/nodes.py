@@ -1,4 +1,4 @@
-"""A node of one's own, whose leaves all have one key, and a foreign array."""
+"""A node of one's own, whose leaves all have one key; foreign and wrapped arrays."""
 
 import jax
 import numpy as np
@@ -23,3 +23,14 @@ class Foreign:
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray([np.nan])
+
+
+class Wrapped:
+    """A wrapped array, as a variable of Keras is."""
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype = str(array.dtype)
+
+    def __jax_array__(self):
+        return self.array

@@ -254,5 +254,6 @@ def test_what_holds_an_optimizer_state_is_refused_with_the_way_to_take_it_over()
         ols.adopt_inner_state(train_state(1))
     optimizer = nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), BARE, wrt=nnx.Param)
     for state in (optimizer.opt_state, (optimizer.opt_state, jnp.ones(1))):
-        with pytest.raises(TypeError, match=r"got NNX variables.*_replace\(inner_"):
+        message = r"got NNX variables.*_replace\(inner_state="
+        with pytest.raises(TypeError, match=message):
             ols.adopt_inner_state(state)

@@ -379,15 +379,18 @@ def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint():
 def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)
-    trees = {"a": np.ones(3, np.float32), "b": 1.0, **params}
+    trees = {"0": np.ones(3, np.float32), "1": 1.0, **params}
     assert jax.jit(ols.all_finite)(trees)  # Without `set_mesh`, too.
     with jax.set_mesh(mesh):
         assert jax.jit(ols.all_finite)(trees)
-        assert not jax.jit(ols.all_finite)({**trees, "b": np.nan})
+        assert not jax.jit(ols.all_finite)({**trees, "1": np.nan})
         assert jax.jit(ols.max_magnitude)(params) == 1.0
         # A step whose rule needs max_magnitude can be differentiated; the gradient of
         # max_magnitude is zero.
         largest = jax.grad(lambda c: ols.max_magnitude({**params, "c": c}))
+        assert not jax.jit(largest)(params["c"]).any()
+        # Nor is the mesh that of the first leaf.
+        largest = jax.grad(lambda c: ols.max_magnitude({**trees, "c": c}))
         assert not jax.jit(largest)(params["c"]).any()
 
 

@@ -8,20 +8,8 @@ from flax import linen as nn
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.nodes import Foreign
+from helpers.nodes import Foreign, Wrapped
 from optax_lossscale._ground.tree import copy_wide, is_floating, strengthen, widen
-
-
-class Wrapped:
-    """A wrapped array, as a variable of Keras is."""
-
-    def __init__(self, array):
-        self.array = array
-        self.dtype = str(array.dtype)
-
-    def __jax_array__(self):
-        return self.array
-
 
 OTHERS = {
     "dtype class": jnp.float16,

@@ -10,6 +10,7 @@ from flax import nnx
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.modules import Net, arrays_of
+from helpers.nodes import Wrapped
 from helpers.steps import eager_and_jitted
 
 TX = ols.loss_scaled(optax.sgd(0.1), ols.dynamic_loss_scale(2.0**10))
@@ -72,19 +73,6 @@ def test_an_old_number_gets_the_dtype_of_the_new_one(old):
 def test_arrays_that_a_step_leaves_alone_may_be_the_same_in_both_trees():
     array = jnp.ones(2)
     assert_same_bits(ols.where_applied(SKIPPED, [array], [array]), [array])
-
-
-class Wrapped:
-    """An array in a node of its own, as a variable of Keras is."""
-
-    def __init__(self, array):
-        self.array = array
-
-    dtype = property(lambda self: self.array.dtype)
-    shape = property(lambda self: self.array.shape)
-
-    def __jax_array__(self):
-        return self.array
 
 
 @pytest.mark.parametrize("wrap_new", [Wrapped, jnp.asarray])

@@ -528,7 +528,8 @@ def try_changes(folder, files, workers):
         for change in changes_of(name):
             change["rows"] = [before[row] for row in change["rows"] if row in before]
             if change["key"] not in tried:
-                todo.append(change)
+                stages = tests_for(change, lines.get(name, {}), seconds)
+                todo.append((change, list(filter(None, stages))))
     print(len(todo), "changes to try", flush=True)
     free = [folder / f"copy{i}" for i in range(workers)]
     for copy in free:
@@ -539,9 +540,6 @@ def try_changes(folder, files, workers):
             result = {key: change[key] for key in ("key", "file", "line", "old", "new")}
             print(json.dumps(result | {"noticed": noticed}), file=out)
 
-    for i, change in enumerate(todo):
-        stages = tests_for(change, lines.get(change["file"], {}), seconds)
-        todo[i] = change, list(filter(None, stages))
     running = {}
     while todo or running:
         while free and todo:
