@@ -49,8 +49,6 @@ def _jvp(
     result, (dx, dy, *_) = bind_product(x, y, *rest), tangents
     pairs = [(pair, t) for pair, t in (((dx, y), dx), ((x, dy), dy))]
     terms = [bind_product(*xy, *rest) for xy, t in pairs if type(t) is not ad.Zero]
-    if not terms:
-        return result, ad.Zero(jax.typeof(result).to_tangent_aval())
     return result, functools.reduce(lax.add, terms)
 
 
@@ -64,7 +62,7 @@ def _low_copy(x: jax.Array, factor: Factor, low: jnp.dtype) -> jax.Array:
     A copy that is the same in each iteration of a loop has a name, so that it is saved
     where other casts are computed again. JAX then makes it once, before the loop.
     """
-    if jax.typeof(x).weak_type or x.dtype != FLOAT32:
+    if jax.typeof(x).weak_type:
         return x
     copy = to_low(x, low)
     return name_p.bind(copy, name="low copy") if factor.is_fixed else copy
@@ -86,8 +84,7 @@ def _transpose(
     others: list[Any] = [x for i, x in enumerate(operands) if i != place]
     avals = map(jax.typeof, (cotangent, *others))
     program = _transposed(product, place, factor, *avals)
-    is_rounded = product.factors[place].is_activation and factor.dtype == FLOAT32
-    out = product.low if is_rounded else factor.dtype
+    out = product.low if product.factors[place].is_activation else factor.dtype
     own = product._replace(out=out, factors=(Factor(), Factor()))
     gradient = _evaluate_rule(program, own, cotangent, *others)
     gradients[place] = lax.convert_element_type(gradient, factor.dtype)
@@ -198,10 +195,8 @@ def _ask_policy(
     if any(unknown):
         return None, equation, [True], [True], residuals
     product = equation.params["product"]
-    avals = map(aval_of, equation.invars)
-    low = [x.update(dtype=product.low) if x.dtype == FLOAT32 else x for x in avals]
     params = {**dict(product.params), "preferred_element_type": product.out}
-    decision = saveable(product.primitive, *low, **params)
+    decision = saveable(product.primitive, *map(aval_of, equation.invars), **params)
     if isinstance(decision, tuple):  # From one memory to another: as in a jitted call.
         function = jax.jit(functools.partial(as_written, product=product))
         (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns

@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.extend.core import primitives as p
 
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
+from optax_lossscale._ground.types import PyTree
 from optax_lossscale._programs.jax_internals import (
     NEWER_ELEMENTWISE,
     pvary_p,
@@ -95,27 +96,25 @@ def body_that_saves_less(loop: core.JaxprEqn, low_body: Program) -> Program:
     unknown, or the scan is in a `jax.shard_map` that `autocast` is around, or it has no
     gradient, the body is in the checkpoint.
     """
-    if not can_recompute(loop.params["jaxpr"], low_body):
+    if not can_recompute(low_body):
         return low_body
     recomputed = recompute_in_backward_pass(low_body)
-    sizes = [n for x in loop.invars for n in getattr(x.aval, "shape", ())]
-    if not all(isinstance(size, int) for size in (*sizes, loop.params["length"])):
-        return recomputed
     try:
         before, after = (_saved_bytes(loop, body) for body in (low_body, recomputed))
+        saves_less = after < 0.9 * before
     except Exception:  # Whatever JAX or a rule of the user raises.
         return recomputed
-    return recomputed if after < 0.9 * before else low_body
+    return recomputed if saves_less else low_body
 
 
 def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
     """How many bytes the gradient of a scan with this body stacks, by its residuals."""
 
-    def residuals(*inputs: jax.Array) -> list[jax.Array]:
+    def residuals(*inputs: jax.Array) -> PyTree:
         def run(*inputs: jax.Array) -> Sequence[jax.Array]:
             return bind(loop.primitive, inputs, {**loop.params, "jaxpr": body})
 
-        return jax.tree.leaves(jax.vjp(run, *inputs)[1])
+        return jax.vjp(run, *inputs)[1]
 
     program = jax.make_jaxpr(residuals)(*map(aval_of, loop.invars)).jaxpr
     saved = {x for x in program.outvars if isinstance(x, core.Var)}
@@ -127,16 +126,16 @@ def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
     )
 
 
-def can_recompute(body: Program, low_body: Program) -> bool:
+def can_recompute(body: Program) -> bool:
     """Whether the body of a loop has low products, and may be computed again.
 
     Effects would happen twice. A body with a `jax.checkpoint` says itself what it
     saves. Complex numbers that a checkpoint reads and saves make JAX fail.
     """
-    own, low = list(equations_of(body)), list(equations_of(low_body))
-    has_product = any(equation.primitive is low_product_p for equation in low)
-    has_checkpoint = any(equation.primitive is remat_p for equation in own)
-    results = [x.aval for equation in own for x in equation.outvars]
+    equations = list(equations_of(body))
+    has_product = any(equation.primitive is low_product_p for equation in equations)
+    has_checkpoint = any(equation.primitive is remat_p for equation in equations)
+    results = [x.aval for equation in equations for x in equation.outvars]
     # A token has no dtype.
     is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
     is_closed = not (body.effects or consts_of(body))

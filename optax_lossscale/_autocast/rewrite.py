@@ -10,6 +10,7 @@ dtypes stay, and no kind of control flow needs a rule of its own.
 
 import concurrent.futures
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -267,8 +268,7 @@ def reason_to_keep(
     for one in precision if isinstance(precision, tuple) else (precision,):
         if one not in _DEFAULT_PRECISIONS:
             return f"precision={getattr(one, 'name', one)}"
-    sizes = _contracted_sizes(equation)
-    if all(size == 1 for size in sizes) or any(size == 0 for size in sizes):
+    if math.prod(_contracted_sizes(equation)) in (0, 1):
         return "sums of at most one term"
     return "moves entries only" if _is_move(equation, jaxpr) else None
 

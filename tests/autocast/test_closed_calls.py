@@ -155,6 +155,23 @@ def test_the_rule_for_batches_is_low_before_and_after_autocast(fun):
         np.testing.assert_array_equal(result, result.astype(jnp.float16))
 
 
+def test_a_rule_for_batches_that_stays_is_called_with_values_and_keeps_its_name():
+    @custom_vmap
+    def scaled(x):
+        return x / jnp.max(x)
+
+    @scaled.def_vmap
+    def my_rule(size, is_batched, x):
+        return x / jnp.max(x), [True]  # JAX expects True alone.
+
+    with pytest.raises(ValueError, match=r"rule \(my_rule\) do not match"):
+        jax.vmap(ols.autocast(scaled))(X)
+
+    scaled.def_vmap(lambda size, is_batched, x: (x / float(jnp.max(x)), True))
+    kept = ols.autocast(ols.full_precision(scaled))
+    np.testing.assert_array_equal(jax.vmap(kept)(X), X / jnp.max(X))
+
+
 @pytest.mark.slow
 def test_the_transpose_of_a_linear_call_is_low():
     def fun(w):
@@ -166,7 +183,7 @@ def test_the_transpose_of_a_linear_call_is_low():
     np.testing.assert_allclose(low, written, rtol=0.01, atol=0.01)
 
 
-def hidden_product():
+def hidden(fun):
     """A call of a class that JAX knows nothing more of."""
     hijax = pytest.importorskip("jax.experimental.hijax", exc_type=ImportError)
     kind = getattr(hijax, "HiPrim", getattr(hijax, "VJPHiPrimitive", None))
@@ -181,16 +198,24 @@ def hidden_product():
             super().__init__()
 
         def expand(self, x, w):
-            return x @ w
+            return fun(x, w)
 
     return lambda w: Hidden(X, w)(X, w)
 
 
 def test_what_cannot_be_looked_into_is_warned_of_and_in_the_report(capsys):
-    fun = hidden_product()
+    fun = hidden(lambda x, w: jnp.tanh(x @ w))
     with pytest.warns(UserWarning, match="cannot look into Hidden"):
         result = ols.autocast(fun)(W)
     np.testing.assert_array_equal(result, fun(W))
     with pytest.warns(UserWarning, match="cannot look into Hidden"):
         ols.autocast_report(fun, W)
     assert "not looked into" in capsys.readouterr().out
+    ols.autocast_report(ols.full_precision(fun), W)  # No warning: it was asked for.
+    shown = capsys.readouterr().out
+    assert "full_precision" in shown
+    assert "not looked into" not in shown
+
+
+def test_a_closed_call_without_products_is_not_warned_of():
+    ols.autocast(hidden(lambda x, w: jnp.tanh(x)))(W)

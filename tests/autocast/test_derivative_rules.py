@@ -15,6 +15,7 @@ from helpers.under_autocast import (
     assert_autocast,
     assert_close,
     dtypes_of,
+    products_of,
 )
 
 
@@ -134,6 +135,26 @@ def test_rules_can_take_integers_keys_and_static_arguments():
         return jnp.mean(y**2) * count.astype(y.dtype)
 
     assert_autocast(fun, W)
+
+
+def test_a_rule_may_give_a_product_no_gradient():
+    @jax.custom_vjp
+    def first(a, b):
+        return a + 0 * jnp.sum(b)
+
+    first.defvjp(lambda a, b: (first(a, b), None), lambda _, ct: (ct, None))
+
+    def fun(w):
+        return first(jnp.sum(w), X @ w)
+
+    assert jnp.all(jax.grad(ols.autocast(fun))(W) == 1)
+
+
+def test_a_gradient_has_the_precision_that_the_function_was_traced_with():
+    pull = jax.vjp(ols.autocast(lambda w: X @ w), W)[1]
+    with jax.default_matmul_precision("highest"):
+        (gradient,) = products_of(pull, X @ W)
+    assert dict(gradient.params["product"].params)["precision"] is None
 
 
 def test_gradients_of_integers_are_float0_inside_and_outside():

@@ -68,6 +68,16 @@ def test_all_activations_are_low_and_float16_results_become_float32(cast):
 
 
 @both
+def test_what_is_returned_untouched_is_what_was_given(cast):
+    third = jnp.float32(1 / 3)
+    fun = cast(lambda x: x)
+    assert fun(third) is third
+    for transform in (jax.jit, jax.value_and_grad, jax.vmap):
+        given = third[None] if transform is jax.vmap else third
+        assert jnp.ravel(jax.tree.leaves(transform(fun)(given))[0])[0] == third
+
+
+@both
 def test_products_with_what_is_in_float32_inside_are_low_too(cast):
     constant = jnp.ones((4, 4))
 

@@ -93,6 +93,8 @@ def test_a_loop_needs_less_memory_than_float32():
         compiled = jax.jit(jax.grad(fun)).lower(ws, x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
+    lowered = jax.jit(jax.grad(ols.autocast(layers))).lower(ws, x)
+    assert "optimization_barrier" not in lowered.as_text()
     # The carry in float32 and the product in float16, of five arrays in float32.
     assert temporaries(ols.autocast(layers)) < 0.5 * temporaries(layers)
 
@@ -195,6 +197,22 @@ def test_save_products_saves_low_products_alone():
         assert kept(cast) == {("float16", X.shape): 2}
 
 
+def test_outside_of_autocast_save_products_saves_what_is_written_low():
+    def kept(fun, *args):
+        recomputed = saved(jax.checkpoint(fun), *args)
+        return saved(jax.checkpoint(fun, policy=ols.save_products), *args) - recomputed
+
+    half = jnp.float16
+    mixed = lambda w, x: jnp.sin(jnp.dot(x, w, preferred_element_type=half))  # noqa: E731
+    ragged = lambda w, x: jnp.sin(lax.ragged_dot(x, w[None], jnp.array([3])))  # noqa: E731
+    low = W.astype(half), X.astype(half)
+    assert kept(lambda w, x: jnp.sin(x @ w), W, X) == {}
+    with jax.numpy_dtype_promotion("standard"):
+        assert kept(mixed, low[0], X) == {}
+    assert kept(lambda w, x: jnp.sin(x @ w), *low) == {("float16", X.shape): 1}
+    assert kept(ragged, *low)[("float16", X.shape)] == 1
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -211,6 +229,16 @@ def test_policies_of_jax_see_the_products_that_are_written(policy):
     inside = ols.autocast(jax.checkpoint(two_layers, policy=policy))
     outside = jax.checkpoint(ols.autocast(two_layers), policy=policy)
     assert products(inside) == products(outside) == expected
+
+
+def test_a_policy_that_offloads_has_products_of_batches_computed_again():
+    policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def fun(w, x):
+        return jnp.sum(activation(jnp.einsum("bi,bij->bj", x, jnp.stack([w] * 3))))
+
+    cast = ols.autocast(jax.checkpoint(fun, policy=policy))
+    assert len(products_of(jax.grad(cast), W, X)) == 3  # The second one is this.
 
 
 def test_a_policy_can_send_products_to_the_host():
@@ -256,6 +284,19 @@ def test_a_loop_saves_whichever_is_less_and_never_more_than_float32(name):
         assert chosen == kept
     else:
         assert chosen < 0.7 * min(written, kept)
+
+
+def test_what_is_saved_once_for_a_loop_does_not_count():
+    def fun(w, x):
+        return lax.scan(lambda x, _: (jax.nn.gelu(x @ w), None), x, length=STEPS)[0]
+
+    large, few = jnp.ones((64, 64)), jnp.ones((2, 64))
+    chosen, kept = (
+        saved(ols.autocast(fun, recompute=recompute), large, few)
+        for recompute in (True, False)
+    )
+    shape = (STEPS, *few.shape)
+    assert chosen["float32", shape] < kept["float32", shape]
 
 
 def test_a_loop_that_cannot_be_differentiated_is_computed_as_before():

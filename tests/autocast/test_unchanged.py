@@ -68,6 +68,11 @@ FUNCTIONS = {
     "outer product": lambda x: jnp.einsum("i,j->ij", 1e6 * x[0], x[1]),
     "integers": lambda x: jnp.arange(12).reshape(3, 4) @ jnp.arange(4),
     "float16": lambda x: x.astype(jnp.float16) @ W.astype(jnp.float16),
+    "float16, a float32 sum": lambda x: lax.dot(
+        x.astype(jnp.float16),
+        W.astype(jnp.float16),
+        preferred_element_type=jnp.float32,
+    ),
 }
 
 
@@ -83,6 +88,13 @@ def test_a_function_without_low_products_has_the_same_program(name):
     (actual, constants), (expected, others) = map(program_of, (ols.autocast(fun), fun))
     assert actual == expected
     assert_same_bits(constants, others)
+
+
+def test_a_call_without_products_holds_the_very_same_program():
+    fun = jax.jit(lambda x: jax.jit(jnp.sin)(x))  # JAX traces it once for both.
+    both = ols.autocast(fun), ols.autocast(fun, recompute=False)
+    one, other = (jax.make_jaxpr(cast)(X).eqns[0].params["jaxpr"] for cast in both)
+    assert one is other
 
 
 @pytest.mark.parametrize("name", ["numbers", "a weak type", "scan", "relu"])
@@ -142,6 +154,12 @@ def test_a_function_with_products_differs_in_its_products_alone(name):
     cast = ols.autocast(fun, recompute=False)
     assert outline_of(cast, W, X) == outline_of(fun, W, X)
     assert result_types(cast) == result_types(fun)
+
+
+@pytest.mark.parametrize("name", WITH_PRODUCTS)
+def test_programs_with_low_products_are_well_typed(name):
+    with jax.enable_checks(True):
+        jax.make_jaxpr(jax.jit(ols.autocast(WITH_PRODUCTS[name])))(W, X)
 
 
 def test_derivative_rules_get_the_dtypes_that_are_written():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import optax_lossscale as ols
 from helpers.compat import enable_x64
@@ -45,6 +46,18 @@ def patches(w, x):
     return lax.conv_general_dilated_patches(x[None, None], (2, 2), (1, 1), "VALID")
 
 
+def patches_of_channels(w, x):
+    layout, images = ("NHWC", "HWIO", "NHWC"), jnp.stack([x, x], axis=-1)[None]
+    return lax.conv_general_dilated_patches(
+        images, (2, 3), (1, 1), "VALID", dimension_numbers=layout
+    )
+
+
+def conv_by(make_rows):
+    """A convolution by four kernels of 2x2 entries, which the function makes itself."""
+    return lambda w, x: conv(x[None, None], make_rows().reshape(4, 1, 2, 2))
+
+
 LOW = {
     "a matrix product": dot(),
     "a vector product": lambda w, x: jnp.dot(x[0], w[0]),
@@ -56,6 +69,9 @@ LOW = {
     "the default algorithm": dot(precision=lax.DotAlgorithmPreset.DEFAULT),
     "a float32 result": dot(preferred_element_type=jnp.float32),
     "one factor that is low": in_dtype("float32", "float16"),
+    "kernels of single twos": conv_by(lambda: 2 * jnp.eye(4)),
+    "kernels of two ones": conv_by(lambda: jnp.eye(4) + jnp.eye(4)[::-1]),
+    "kernels of one to four ones": conv_by(lambda: jnp.tri(4)),
 }
 
 
@@ -86,8 +102,13 @@ AS_WRITTEN = {
     "rotary angles": (lambda w, x: jnp.einsum("i,j->ij", x[0], x[1]), ONE_TERM),
     "one input": (lambda w, x: x[:, :1] @ w[:1], ONE_TERM),
     "no input": (lambda w, x: x[:, :0] @ w[:0], ONE_TERM),
+    "no input and two": (
+        lambda w, x: jnp.einsum("iab,abj->ij", jnp.ones((3, 0, 2)), jnp.ones((0, 2, 4))),
+        ONE_TERM,
+    ),
     "a scale": (lambda w, x: conv(x[None, None], w[None, None, :1, :1]), ONE_TERM),
     "patches": (patches, "moves entries only"),
+    "patches of channels": (patches_of_channels, "moves entries only"),
     "full_precision": (ols.full_precision(dot()), "full_precision"),
     "high": (in_a_scope, "`high`"),
 }
@@ -100,6 +121,24 @@ def test_the_report_says_why_a_product_stays_as_it_is_written(name, capsys):
     (row,) = reports(capsys, cast, W, X)
     assert row["why"] == reason
     assert set(dtypes_of(cast, W, X)) == {row["dtype"]} == set(dtypes_of(fun, W, X))
+
+
+def test_what_a_callback_returns_is_not_asked_for_while_a_function_is_traced():
+    asked = []
+
+    def ask():
+        asked.append(1)
+        return np.ones((4, 1, 2, 2), np.float32)
+
+    def fun(x):
+        shape = jax.ShapeDtypeStruct((4, 1, 2, 2), jnp.float32)
+        kernel = io_callback(ask, shape, ordered=True)
+        return conv(x[None, None], kernel.transpose(0, 1, 3, 2))
+
+    jax.make_jaxpr(ols.autocast(fun))(X)
+    assert not asked
+    ols.autocast(fun)(X)
+    assert asked == [1]
 
 
 def test_a_product_of_float64_arrays_stays_as_it_is_written():

@@ -64,12 +64,18 @@ PYTEST = [
 # Which tests a file has. They are run first, and the fastest of them before the others.
 TESTS_OF = {
     "backward": ["scaled_backward", "first_mistakes"],
-    "derivatives": ["derivative_rules", "weight_gradients", "between_products"],
+    "derivatives": [
+        *("derivative_rules", "weight_gradients", "between_products", "weak_types"),
+        *("transformations", "loops", "offloading", "devices"),
+    ],
     "early_masks": ["masking", "cost", "optimizers", "transform"],
     "finite": ["finite", "cost", "devices", "kept_rounding", "verdicts"],
     "grad": ["grad", "grad_of_models", "first_mistakes"],
     "headroom": ["headroom", "all_histories", "bounds"],
-    "loops": ["loops", "transformations", "scopes"],
+    "loops": [
+        *("loops", "transformations", "scopes", "between_products", "offloading"),
+        *("closed_calls", "devices"),
+    ],
     "masking": [
         *("masking", "where_applied", "optax_chains", "restored_states"),
         *("update_arguments", "transform"),
@@ -80,7 +86,7 @@ TESTS_OF = {
     ],
     "rewrite": [
         *("which_products", "transformations", "levels", "unchanged"),
-        *("calls", "between_products", "weak_types"),
+        *("calls", "between_products", "weak_types", "closed_calls"),
     ],
     "rules": [
         *("rules", "bounds", "all_histories"),
