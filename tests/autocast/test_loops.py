@@ -290,7 +290,7 @@ def test_what_is_saved_once_for_a_loop_does_not_count():
     def fun(w, x):
         return lax.scan(lambda x, _: (jax.nn.gelu(x @ w), None), x, length=STEPS)[0]
 
-    large, few = jnp.ones((64, 64)), jnp.ones((2, 64))
+    large, few = jnp.ones((512, 512)), jnp.ones((1, 512))
     chosen, kept = (
         saved(ols.autocast(fun, recompute=recompute), large, few)
         for recompute in (True, False)

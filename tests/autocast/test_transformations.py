@@ -116,6 +116,15 @@ def test_a_function_is_exported_for_batches_of_any_size():
         assert_close(exported.call(W, rows), cast(W, rows))
 
 
+def test_a_loop_over_batches_of_any_size_is_exported():
+    def fun(w, x):
+        return jnp.mean(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0])
+
+    x = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 4"), jnp.float32)
+    gradient = jax.jit(jax.grad(ols.autocast(fun)))
+    assert_close(export.export(gradient)(W, x).call(W, X), gradient(W, X))
+
+
 def test_a_kernel_of_any_size_is_exported():
     def fun(x):
         return lax.conv(x, jnp.ones((2, x.shape[1], 2, 2)), (1, 1), "VALID")

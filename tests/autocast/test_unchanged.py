@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
@@ -29,6 +30,16 @@ own_sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x),))
 def batch_norm(x):
     x = x - jnp.mean(x, axis=0, keepdims=True)
     return x * lax.rsqrt(jnp.var(x, axis=0, keepdims=True) + 1e-5)
+
+
+def first_row_by_a_kernel(x):
+    def kernel(x_ref, row_ref):
+        x = x_ref[...].astype(jnp.float16)
+        row = lax.dynamic_slice(x, (jnp.int32(jnp.sum(x) * 0), 0), (1, 4))
+        row_ref[...] = row.astype(jnp.float32)
+
+    shape = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    return pl.pallas_call(kernel, shape, interpret=True)(x)
 
 
 def gradient_of(fun):
@@ -57,6 +68,7 @@ FUNCTIONS = {
     "random numbers": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
     "numbers": lambda x: (lax.full((), 3.0), jnp.zeros(()), jnp.int32(3), 2.0, None),
     "a weak type": lambda x: lax.full((2,), 3.0) * 2,
+    "a lookup in a kernel": first_row_by_a_kernel,
     # These have products, which stay as they are written.
     "expm": lambda x: jax.scipy.linalg.expm(2.5 * jnp.eye(4)),
     "inv": lambda x: jnp.linalg.inv(SQUARE),

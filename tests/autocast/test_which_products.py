@@ -103,7 +103,9 @@ AS_WRITTEN = {
     "one input": (lambda w, x: x[:, :1] @ w[:1], ONE_TERM),
     "no input": (lambda w, x: x[:, :0] @ w[:0], ONE_TERM),
     "no input and two": (
-        lambda w, x: jnp.einsum("iab,abj->ij", jnp.ones((3, 0, 2)), jnp.ones((0, 2, 4))),
+        lambda w, x: jnp.einsum(
+            "iab,abj->ij", jnp.ones((3, 0, 2)), jnp.ones((0, 2, 4))
+        ),
         ONE_TERM,
     ),
     "a scale": (lambda w, x: conv(x[None, None], w[None, None, :1, :1]), ONE_TERM),
