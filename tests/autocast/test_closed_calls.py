@@ -80,6 +80,7 @@ def total(fun):
     return lambda w: jnp.sum(jnp.sin(fun(w)))
 
 
+@pytest.mark.slow  # All programs are compiled again after a flag has changed.
 @pytest.mark.parametrize(("name", "fun"), sorted(CALLS, key=str))
 def test_future_calls_are_as_those_of_today(name, fun):
     low = ols.autocast(fun)
