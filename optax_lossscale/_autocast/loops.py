@@ -96,7 +96,7 @@ def body_that_saves_less(loop: core.JaxprEqn, low_body: Program) -> Program:
     unknown, or the scan is in a `jax.shard_map` that `autocast` is around, or it has no
     gradient, the body is in the checkpoint.
     """
-    if not can_recompute(low_body):
+    if not can_recompute(loop.params["jaxpr"], low_body):
         return low_body
     recomputed = recompute_in_backward_pass(low_body)
     try:
@@ -126,16 +126,17 @@ def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
     )
 
 
-def can_recompute(body: Program) -> bool:
+def can_recompute(body: Program, low_body: Program) -> bool:
     """Whether the body of a loop has low products, and may be computed again.
 
     Effects would happen twice. A body with a `jax.checkpoint` says itself what it
-    saves. Complex numbers that a checkpoint reads and saves make JAX fail.
+    saves; those in `low_body` may be ours, of loops in it. Complex numbers that a
+    checkpoint reads and saves make JAX fail.
     """
-    equations = list(equations_of(body))
-    has_product = any(equation.primitive is low_product_p for equation in equations)
-    has_checkpoint = any(equation.primitive is remat_p for equation in equations)
-    results = [x.aval for equation in equations for x in equation.outvars]
+    own, low = list(equations_of(body)), equations_of(low_body)
+    has_product = any(equation.primitive is low_product_p for equation in low)
+    has_checkpoint = any(equation.primitive is remat_p for equation in own)
+    results = [x.aval for equation in own for x in equation.outvars]
     # A token has no dtype.
     is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
     is_closed = not (body.effects or consts_of(body))

@@ -286,6 +286,21 @@ def test_a_loop_saves_whichever_is_less_and_never_more_than_float32(name):
         assert chosen < 0.7 * min(written, kept)
 
 
+def test_a_loop_around_a_loop_saves_less_too():
+    def fun(ws, x):
+        def layer(h, w):
+            h, _ = lax.scan(lambda h, _: (jax.nn.gelu(h @ w), None), h, length=2)
+            return activation(h), None
+
+        return lax.scan(layer, x, ws)[0]
+
+    counts = saved(ols.autocast(fun), WS, X)
+    # The carry of the outer loop, and the product of the inner one.
+    assert stacked(counts) == {"float16": 0, "float32": 1}
+    inner = [(dtype, n) for (dtype, shape), n in counts.items() if len(shape) == 4]
+    assert inner == [("float16", 1)]
+
+
 def test_what_is_saved_once_for_a_loop_does_not_count():
     def fun(w, x):
         return lax.scan(lambda x, _: (jax.nn.gelu(x @ w), None), x, length=STEPS)[0]
