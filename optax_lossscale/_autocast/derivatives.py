@@ -195,8 +195,11 @@ def _ask_policy(
     if any(unknown):
         return None, equation, [True], [True], residuals
     product = equation.params["product"]
+    # The factors of a product without a derivative are no low copies yet.
+    avals = map(aval_of, equation.invars)
+    low = [x.update(dtype=product.low) if x.dtype == FLOAT32 else x for x in avals]
     params = {**dict(product.params), "preferred_element_type": product.out}
-    decision = saveable(product.primitive, *map(aval_of, equation.invars), **params)
+    decision = saveable(product.primitive, *low, **params)
     if isinstance(decision, tuple):  # From one memory to another: as in a jitted call.
         function = jax.jit(functools.partial(as_written, product=product))
         (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns

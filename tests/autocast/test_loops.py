@@ -184,33 +184,46 @@ def two_layers(w, x):
     return jnp.sum(activation(y @ w))
 
 
-def test_save_products_saves_low_products_alone():
-    def kept(fun):
-        # The arguments are kept in any case.
-        return saved(fun, W, X) - saved(jax.checkpoint(fun), W, X)
+def kept(fun, *args):
+    """What a function keeps but for its arguments, which it keeps in any case."""
+    return saved(fun, *args) - saved(jax.checkpoint(fun), *args)
 
+
+def test_save_products_saves_low_products_alone():
     checkpointed = jax.checkpoint(two_layers, policy=ols.save_products)
     for cast in (
         ols.autocast(checkpointed),
         jax.checkpoint(ols.autocast(two_layers), policy=ols.save_products),
     ):
-        assert kept(cast) == {("float16", X.shape): 2}
+        assert kept(cast, W, X) == {("float16", X.shape): 2}
+
+
+def test_save_products_saves_the_product_of_a_frozen_layer():
+    frozen, v = jnp.ones((4, 5)), jnp.ones((5, 4))
+    loss = jax.checkpoint(
+        lambda v, x: jnp.sum(jnp.sin(jnp.sin(x @ frozen) @ v)), policy=ols.save_products
+    )
+    found = saved(lambda v: ols.autocast(loss)(v, X), v)
+    assert found == {("float16", (3, 5)): 1, ("float16", (3, 4)): 1}
 
 
 def test_outside_of_autocast_save_products_saves_what_is_written_low():
-    def kept(fun, *args):
-        recomputed = saved(jax.checkpoint(fun), *args)
-        return saved(jax.checkpoint(fun, policy=ols.save_products), *args) - recomputed
+    checkpoint = functools.partial(jax.checkpoint, policy=ols.save_products)
 
-    half = jnp.float16
-    mixed = lambda w, x: jnp.sin(jnp.dot(x, w, preferred_element_type=half))  # noqa: E731
-    ragged = lambda w, x: jnp.sin(lax.ragged_dot(x, w[None], jnp.array([3])))  # noqa: E731
-    low = W.astype(half), X.astype(half)
-    assert kept(lambda w, x: jnp.sin(x @ w), W, X) == {}
+    @checkpoint
+    def dot(w, x):
+        return jnp.sin(jnp.dot(x, w, preferred_element_type=w.dtype))
+
+    @checkpoint
+    def ragged(w, x):
+        return jnp.sin(lax.ragged_dot(x, w[None], jnp.array([3])))
+
+    low_w, low_x = W.astype(jnp.float16), X.astype(jnp.float16)
+    assert kept(dot, W, X) == {}
     with jax.numpy_dtype_promotion("standard"):
-        assert kept(mixed, low[0], X) == {}
-    assert kept(lambda w, x: jnp.sin(x @ w), *low) == {("float16", X.shape): 1}
-    assert kept(ragged, *low)[("float16", X.shape)] == 1
+        assert kept(dot, low_w, X) == {}
+    assert kept(dot, low_w, low_x) == {("float16", X.shape): 1}
+    assert kept(ragged, low_w, low_x)[("float16", X.shape)] == 1
 
 
 @pytest.mark.parametrize(
