@@ -207,6 +207,21 @@ def test_save_products_saves_the_product_of_a_frozen_layer():
     assert found == {("float16", (3, 5)): 1, ("float16", (3, 4)): 1}
 
 
+def test_a_policy_sees_low_factors_and_the_sizes_of_groups():
+    seen = []
+
+    def policy(primitive, *avals, **params):
+        if "ragged" in primitive.name:
+            seen.append([str(aval.dtype) for aval in avals])
+        return False
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(lax.ragged_dot(x, w[None], jnp.array([3]))))
+
+    jax.grad(ols.autocast(jax.checkpoint(loss, policy=policy)))(W, X)
+    assert seen == [["float16", "float16", "int32"]] * len(seen) != []
+
+
 def test_outside_of_autocast_save_products_saves_what_is_written_low():
     checkpoint = functools.partial(jax.checkpoint, policy=ols.save_products)
 
