@@ -165,11 +165,12 @@ def _reference_of(
     Of a product, these are what autocast has cast to its operands.
     """
     operands, out = list(equation.invars), aval_of(equation.outvars[0])
-    if equation.primitive is name_p and operands[0] in exact:  # As autocast names it.
-        exact[equation.outvars[0]] = exact[operands[0]]
+    originals = [exact.get(x, x) if isinstance(x, core.Var) else x for x in operands]
+    if equation.primitive is name_p:  # As autocast names it.
+        exact[equation.outvars[0]] = originals[0]
     if equation.primitive is low_product_p:
         apply = functools.partial(equation.params["product"].apply, out=FLOAT32)
-        operands = [exact.get(x, x) if isinstance(x, core.Var) else x for x in operands]
+        operands = originals
     elif is_below_float32(out.dtype) and len(equation.outvars) == 1:
         apply = functools.partial(_apply_wide, equation)
         if equation.primitive is primitives.convert_element_type_p:

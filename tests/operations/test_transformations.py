@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -294,6 +295,13 @@ def test_a_reference_in_the_function_is_no_array():
     assert only(trace_operations(fun, jnp.ones(3)), "add").largest == 3
 
 
+def test_a_constant_that_has_a_name_is_listed():
+    def fun(x):
+        return jnp.mean(x * checkpoint_name(jnp.float16(3), "three"))
+
+    assert only(trace_operations(fun, jnp.ones(2, jnp.float16)), "name").largest == 3
+
+
 def over_shard_map(fun, mesh, **settings):
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
     return jax.shard_map(fun, mesh=mesh, **specs, **settings)
@@ -310,6 +318,7 @@ def over_sharded_jit(fun, mesh):
     return lambda w, x: fun(w, lax.with_sharding_constraint(x, split))
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.filterwarnings("ignore:The function jit")  # With pmap, in JAX 0.7.
 @pytest.mark.parametrize(
