@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -24,6 +23,7 @@ from optax_lossscale._programs.jax_internals import scan_counts
 from optax_lossscale._programs.jaxprs import (
     Program,
     changed_once,
+    is_floating,
     jaxpr_of,
     programs_of,
     with_equations,
@@ -50,8 +50,7 @@ class FactorRule:
         of_variables = [x for atom, x in pairs if isinstance(atom, core.Var)]
         is_fixed = bool(of_variables) and all(x.is_fixed for x in of_variables)
         return [
-            Factor(is_activation and _is_floating(x), is_fixed)
-            for x in equation.outvars
+            Factor(is_activation and is_floating(x), is_fixed) for x in equation.outvars
         ]
 
     def join(self, one: Factor, other: Factor) -> Factor:
@@ -67,7 +66,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 def with_low_gradients(
     program: Program,
     recompute: bool,
-    factors: tuple[Factor, ...] | None = None,
+    factors: tuple[Factor, ...] = (),
     loop: core.JaxprEqn | None = None,
 ) -> Program:
     """The program whose products know their factors, and whose loops save less.
@@ -75,11 +74,10 @@ def with_low_gradients(
     Args:
       program: A program with low products.
       recompute: Whether loops may compute cheap operations again.
-      factors: What is known of its inputs; None if nothing is.
+      factors: What is known of its inputs; empty if nothing is.
       loop: The scan whose body it is.
     """
-    if factors is None:
-        factors = (Factor(),) * len(jaxpr_of(program).invars)
+    factors = factors or (Factor(),) * len(jaxpr_of(program).invars)
 
     def change() -> Program:
         changed = _changed(program, recompute, factors)
@@ -119,12 +117,11 @@ def _changed_call(
     loop = equation if equation.primitive is primitives.scan_p else None
 
     def change(program: Program) -> Program:
-        factors = known.get(id(jaxpr_of(program)))
-        if factors and loop:
+        factors = known.get(id(jaxpr_of(program)), ())
+        if loop:
             fixed, _ = scan_counts(equation.params)
             factors = [x._replace(is_fixed=i < fixed) for i, x in enumerate(factors)]
-        factors = tuple(factors) if factors else None
-        return with_low_gradients(program, recompute, factors, loop)
+        return with_low_gradients(program, recompute, tuple(factors), loop)
 
     changed = {
         name: with_programs(param, change) for name, param in equation.params.items()
@@ -133,8 +130,3 @@ def _changed_call(
         return equation
     result: core.JaxprEqn = equation.replace(params=changed)
     return result
-
-
-def _is_floating(variable: core.Var) -> bool:
-    dtype = getattr(variable.aval, "dtype", None)  # A token has none.
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

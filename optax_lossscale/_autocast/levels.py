@@ -80,7 +80,7 @@ class Settings(NamedTuple):
         return not all(name.endswith("/") for name in self.high)
 
     def check_high(
-        self, scopes: Iterable[tuple[str, ...]], equations: Iterable[core.JaxprEqn]
+        self, scopes: set[tuple[str, ...]], equations: Iterable[core.JaxprEqn]
     ) -> None:
         """Refuses a name without products.
 
@@ -88,7 +88,6 @@ class Settings(NamedTuple):
           scopes: Those of all products.
           equations: All products, and the equations that hold them.
         """
-        scopes = set(scopes)
         paths = {path[: i + 1] for path in scopes for i in range(len(path))}
         names = {"/".join(path) + "/" for path in paths}
         lines = {*map(_line_of, equations)} if self._has_lines else set()
@@ -121,20 +120,16 @@ def make_settings(
             f"`level` must be one of {', '.join(LEVELS)}, got {level!r}."
             f"{_did_you_mean(str(level).upper().replace('0', 'O', 1), LEVELS)}"
         )
-    dtype = _floating_dtype(dtype)
-    if dtype not in (jnp.float16, jnp.bfloat16):
-        hint = " (Did you mean float16?)" if dtype == jnp.float32 else ""
-        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype}.{hint}")
-    return Settings(dtype, level, _names_from(high), bool(recompute))
-
-
-def _floating_dtype(dtype: DTypeLike) -> jnp.dtype:
     if str(dtype) in LEVELS:
         raise TypeError(
             f"`dtype` must be a floating dtype, got {dtype!r}. (Did you mean "
             f"`level={dtype!r}`?)"
         )
-    return jnp.dtype(check_float_dtype("dtype", dtype))
+    dtype = jnp.dtype(check_float_dtype("dtype", dtype))
+    if dtype not in (jnp.float16, jnp.bfloat16):
+        hint = " (Did you mean float16?)" if dtype == jnp.float32 else ""
+        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype}.{hint}")
+    return Settings(dtype, level, _names_from(high), bool(recompute))
 
 
 def _names_from(high: Sequence[str]) -> tuple[str, ...]:
@@ -152,7 +147,7 @@ def _names_from(high: Sequence[str]) -> tuple[str, ...]:
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     # A scope is known by its whole path; its last names may have been given alone.
     near = sorted(path for path in known if path.endswith("/" + name))[:3]
-    near = near or difflib.get_close_matches(name, sorted(known), 3, 0.6)
+    near = near or difflib.get_close_matches(name, sorted(known))
     return f" (Did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 

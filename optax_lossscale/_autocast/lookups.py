@@ -49,17 +49,15 @@ def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
     low = aval_of(equation.invars[0]).dtype
     if low not in (jnp.float16, jnp.bfloat16):
         return None
-    is_low = [aval_of(atom).dtype == low for atom in equation.invars]
-    pairs = list(zip(equation.invars, is_low, strict=True))
-    inputs = [_in_float32(atom) if flag else atom for atom, flag in pairs]
+    inputs = [_in_float32(x) if aval_of(x).dtype == low else x for x in equation.invars]
     (result,) = equation.outvars
     wide = _in_float32(result)
     params = equation.params
     if operation is not None:
         params = {**params, "update_jaxpr": _of_two(operation)}
-    columns = zip(is_low, equation.invars, inputs, strict=True)
+    pairs = zip(equation.invars, inputs, strict=True)
     return [
-        *(_cast(equation, atom, copy) for flag, atom, copy in columns if flag),
+        *(_cast(equation, old, new) for old, new in pairs if new is not old),
         equation.replace(invars=inputs, outvars=[wide], params=params),
         _cast(equation, wide, result),
     ]

@@ -38,8 +38,6 @@ def axes_varying(array: jax.Array) -> frozenset[Hashable]:
     """The axes over which an array is known to vary."""
     kind: Any = jax.typeof(array)
     # JAX 0.7 has the first name, and JAX 0.10 the second.
-    is_named_vma = hasattr(kind, "vma")
-    axes: frozenset[Hashable] = (
-        kind.vma if is_named_vma else kind.manual_axis_type.varying
-    )
+    axes: frozenset[Hashable]
+    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return axes

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from optax_lossscale._ground.types import PyTree, ScaleBound
 # with it every gradient. Below 2**-126 the scale itself is subnormal.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
-# From the count of steps to the floor and the cap.
-Bounds: TypeAlias = Callable[[jax.Array], tuple[ArrayLike, ArrayLike]]
 
 
 def check_concrete(name: str, tree: PyTree, instead: str) -> None:
@@ -77,12 +74,11 @@ def check_bool(name: str, value: ArrayLike | None) -> jax.Array | None:
 def check_factor(name: str, value: float, low: float, high: float) -> float:
     """Returns a factor rounded to float32, strictly between `low` and `high`."""
     number = _one_float64(name, value)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore"):
         # The scale is multiplied in float32, so the rounded factor must be in range.
         factor = float(number.astype(np.float32))
+        is_inverted = low < 1 / number < high
     if not low < factor < high:
-        with np.errstate(over="ignore", divide="ignore"):
-            is_inverted = low < 1 / number < high
         hint = " (Did you pass its reciprocal?)" if is_inverted else ""
         raise ValueError(
             f"`{name}` must be strictly between {low:g} and {high:g} in float32, got "
@@ -130,20 +126,15 @@ def check_number(name: str, value: float, low: float, high: float = np.inf) -> f
 
 def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """Returns a floating dtype."""
-    if not _is_floating_dtype(dtype):
+    try:  # NumPy would read None as float64.
+        is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # Not a dtype at all.
+        is_floating = False
+    if not is_floating:
         meant = dtype_meant(dtype)
         hint = f" (Did you mean {meant}?)" if meant else ""
         raise TypeError(f"`{name}` must be a floating dtype, got {dtype!r}.{hint}")
     return dtype
-
-
-def _is_floating_dtype(dtype: jax.typing.DTypeLike) -> bool:
-    if dtype is None:  # NumPy reads it as float64.
-        return False
-    try:
-        return bool(jnp.issubdtype(dtype, jnp.floating))
-    except TypeError:  # Not a dtype at all.
-        return False
 
 
 def dtype_meant(value: object) -> str | None:
@@ -166,7 +157,7 @@ def check_positive(name: str, scale: ArrayLike) -> jax.Array:
 
 def check_bounds(
     min_scale: ScaleBound, max_scale: ScaleBound, *, of_powers_of_two: bool = False
-) -> Bounds:
+) -> Callable[[jax.Array], tuple[ArrayLike, ArrayLike]]:
     """Returns a function from the step count to the floor and the cap.
 
     Where a scheduled floor exceeds the cap, the cap wins. A scheduled value outside the

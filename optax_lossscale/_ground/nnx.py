@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -61,15 +61,11 @@ def leaves_of(tree: PyTree) -> list[Any]:
     return flatten(tree)[0]
 
 
-def one_of_each(leaves: Iterable[Any]) -> list[Any]:
-    """One leaf of each class, where to test each leaf would take long."""
-    return list({type(leaf): leaf for leaf in leaves}.values())
-
-
 def modules_of(tree: PyTree) -> list[Any]:
     """All modules in a tree, apart from the variables of states."""
     leaves = leaves_of(tree)
-    kinds = {type(leaf) for leaf in one_of_each(leaves) if is_module(leaf)}
+    one_of_each = {type(leaf): leaf for leaf in leaves}  # To test each takes long.
+    kinds = {kind for kind, leaf in one_of_each.items() if is_module(leaf)}
     return [leaf for leaf in leaves if type(leaf) in kinds]
 
 
@@ -78,19 +74,17 @@ def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(function, tree, is_leaf=is_nnx)
 
 
-def map_modules(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """The tree with `function(module)` in place of each of `modules_of(tree)`."""
-    return map_leaves(lambda leaf: function(leaf) if is_module(leaf) else leaf, tree)
-
-
 def states_of(tree: PyTree) -> PyTree:
     """The tree with the state of each module in its place, which shares its variables.
 
     Variables that stand alone are left as they are.
     """
-    return map_modules(
-        lambda node: node if is_variable(node) else flax_nnx().state(node), tree
-    )
+
+    def state_of(leaf: Any) -> Any:
+        has_state = is_module(leaf) and not is_variable(leaf)
+        return flax_nnx().state(leaf) if has_state else leaf
+
+    return map_leaves(state_of, tree)
 
 
 def updated(tree: PyTree, states: PyTree) -> PyTree:
@@ -149,8 +143,7 @@ def value_and_grad_of_modules(
         argnum = argnum + len(args) if argnum < 0 else argnum
         if wrt is nnx.Param:  # As by default.
             return argnum
-        is_given = argnum < len(args)
-        is_alike = not is_given or _selects_alike(args[argnum], wrt)
+        is_alike = argnum >= len(args) or _selects_alike(args[argnum], wrt)
         return nnx.DiffState(argnum, wrt if is_alike else nnx.Param)
 
     is_one = not isinstance(argnums, tuple)
@@ -171,8 +164,7 @@ def _selects_alike(arg: PyTree, wrt: Any) -> bool:
     nnx = flax_nnx()
     if is_module(arg):
         return True
-    modules = [m for m in modules_of(arg) if not is_variable(m)]
-    selected = [nnx.state(module, wrt) for module in modules]
+    selected = [nnx.state(m, wrt) for m in modules_of(arg) if not is_variable(m)]
     only_modules = map_leaves(lambda leaf: leaf if is_module(leaf) else None, arg)
     whole = nnx.state(only_modules, wrt)
     return len(jax.tree.leaves(selected)) == len(jax.tree.leaves(whole))

@@ -66,8 +66,7 @@ def _map_by_node(
 
 
 def _is_no_container(node: object) -> bool:
-    is_container = isinstance(node, Mapping | list | tuple) or is_variable(node)
-    return not is_container
+    return not (isinstance(node, Mapping | list | tuple) or is_variable(node))
 
 
 def gradients_of(params: PyTree, grads: PyTree) -> PyTree:

@@ -161,8 +161,7 @@ def map_floating(
 ) -> PyTree:
     """Replaces floating leaves by the results of a function of the list of them."""
     leaves, structure = jax.tree.flatten(tree)
-    flags = [is_mapped(leaf) for leaf in leaves]
-    pairs = list(zip(leaves, flags, strict=True))
+    pairs = [(leaf, is_mapped(leaf)) for leaf in leaves]
     mapped = iter(function([unwrapped(leaf) for leaf, flag in pairs if flag], *args))
     merged = [next(mapped) if flag else leaf for leaf, flag in pairs]
     return jax.tree.unflatten(structure, merged)

@@ -80,15 +80,10 @@ def _may_be_scale(origin: Any, own: Any) -> bool:
 
 def _are_derivatives(grads: Sequence[Any]) -> bool:
     """Whether gradients were computed in a backward pass."""
-    return any(
-        is_transposed(each)
-        for equation in equations_before(grads)
-        for each in (equation, *_equations_in(equation))
-    )
-
-
-def _equations_in(equation: Any) -> Iterable[Any]:
-    return (each for program in programs_of(equation) for each in equations_of(program))
+    found = equations_before(grads)
+    programs = (program for each in found for program in programs_of(each))
+    inside = (each for program in programs for each in equations_of(program))
+    return any(map(is_transposed, found)) or any(map(is_transposed, inside))
 
 
 def is_constant_under_jit(scale: Any) -> bool:

@@ -4,6 +4,7 @@ A `Rule` says what is known of the results of one operation. Everything else is 
 calls, loops and branches, at every depth.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -150,7 +151,7 @@ def look_into(equation: Any, inputs: Sequence[Fact], rule: Rule[Fact]) -> Inside
         outputs = [follow(branch, inputs[1:], rule) for branch in branches]
         return Inside(
             [(jaxpr_of(branch), inputs[1:]) for branch in branches],
-            [_join_all(facts, rule) for facts in zip(*outputs, strict=True)],
+            [functools.reduce(rule.join, each) for each in zip(*outputs, strict=True)],
         )
     programs = list(programs_of(equation))
     sizes = [(len(each.invars), len(each.outvars)) for each in programs]
@@ -163,11 +164,8 @@ def _loop(
     body: Program, inputs: Sequence[Fact], fixed: int, carried: int, rule: Rule[Fact]
 ) -> Inside[Fact]:
     """What is known in and after any number of iterations."""
-    consts, carry, rest = (
-        inputs[:fixed],
-        [*inputs[fixed : fixed + carried]],
-        inputs[fixed + carried :],
-    )
+    consts, rest = inputs[:fixed], inputs[fixed + carried :]
+    carry = [*inputs[fixed : fixed + carried]]
     while True:
         inside = [*consts, *carry, *rest]
         outputs = follow(body, inside, rule)
@@ -175,10 +173,3 @@ def _loop(
         if joined == carry:
             return Inside([(jaxpr_of(body), inside)], [*carry, *outputs[carried:]])
         carry = joined
-
-
-def _join_all(facts: Sequence[Fact], rule: Rule[Fact]) -> Fact:
-    joined, *rest = facts
-    for fact in rest:
-        joined = rule.join(joined, fact)
-    return joined

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import ArrayLike
 
@@ -50,6 +51,12 @@ def bind(
     )
     outputs = primitive.bind(*functions, *inputs, **bind_params)
     return outputs if primitive.multiple_results else [outputs]
+
+
+def is_floating(variable: core.Var) -> bool:
+    """Whether a variable is a floating array; a token has no dtype."""
+    dtype = getattr(variable.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def read(atom: Atom, values: Mapping[core.Var, jax.Array]) -> jax.Array:

@@ -24,6 +24,7 @@ from optax_lossscale._programs.jax_internals import (
     reduce_scatter_p,
     split_p,
 )
+from optax_lossscale._programs.jaxprs import is_floating
 
 # A power; `UNLIKE` of a sum of unlike powers, which is none; None if nothing is known.
 Power: TypeAlias = Fraction | Literal["unlike"] | None
@@ -64,7 +65,7 @@ class PowersRule:
         self, equation: core.JaxprEqn, inputs: Sequence[Powers]
     ) -> Sequence[Powers]:
         count, primitive = len(equation.outvars), equation.primitive
-        if not _are_floating(equation):
+        if not all(map(is_floating, equation.outvars)):
             return [_unknown(inputs)] * count
         if primitive in _LINEAR and len(inputs) == count:
             return inputs
@@ -87,19 +88,11 @@ def _is_zero(value: Any) -> bool:
     return bool(np.asarray(value) == 0)
 
 
-def _are_floating(equation: Any) -> bool:
-    results = [getattr(x.aval, "dtype", None) for x in equation.outvars]
-    return all(d is not None and jnp.issubdtype(d, jnp.inexact) for d in results)
-
-
 def _unknown(inputs: Sequence[Powers]) -> Powers:
     """Of a function of which nothing is known, which may be linear in no scale."""
-    powers = {scale: power for x in inputs for scale, power in x.of if power != 0}
-    constant = {(scale, power) for x in inputs for scale, power in x.of if power == 0}
-    return Powers(
-        frozenset((scale, None) for scale in powers)
-        | {pair for pair in constant if pair[0] not in powers}
-    )
+    pairs = {pair for x in inputs for pair in x.of}
+    varied = {scale for scale, power in pairs if power != 0}
+    return Powers(frozenset((s, None if s in varied else power) for s, power in pairs))
 
 
 def _sum(terms: Sequence[Powers]) -> Powers:
@@ -172,14 +165,13 @@ _LINEAR = (
     *(p.squeeze_p, p.transpose_p, psum_invariant_p, pvary_p, reduce_scatter_p, split_p),
     *(p.select_and_gather_add_p, p.select_and_scatter_add_p, optimization_barrier_p),
 )
-_operations(lambda inputs, _: inputs[0], *_LINEAR)
+_operations(lambda inputs, _: inputs[0], *_LINEAR, same_value_p)
 _operations(
     lambda inputs, _: _sum(inputs),
     *(p.add_jaxvals_p, p.add_p, p.complex_p, p.concatenate_p, p.pad_p, p.sub_p),
 )
 _operations(lambda inputs, _: _one_of(inputs), p.clamp_p, p.max_p, p.min_p)
 _operations(lambda inputs, _: _one_of(inputs[1:]), p.select_n_p)
-_operations(lambda inputs, _: inputs[0], same_value_p)
 _operations(lambda inputs, _: _sum(inputs[:2]), p.dynamic_update_slice_p)
 _operations(
     lambda inputs, _: _sum([inputs[0], inputs[2]]),
@@ -201,4 +193,4 @@ def is_product(*primitives: core.Primitive) -> None:
     _operations(lambda inputs, _: _product(inputs[:2]), *primitives)
 
 
-is_product(*(p.mul_p, p.dot_general_p, p.conv_general_dilated_p, ragged_dot_general_p))
+is_product(p.mul_p, p.dot_general_p, p.conv_general_dilated_p, ragged_dot_general_p)

@@ -71,7 +71,6 @@ dtype_to_names = {
     jnp.float32: ("full", "f32", "float32"),
     jnp.float64: ("f64", "float64"),
 }
-_KEYS = ("params", "compute", "output")
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -107,7 +106,7 @@ def get_policy(policy_name: str) -> Policy:
                 f"`policy_name` must be a list of key=dtype, got {part!r} in "
                 f"{policy_name!r}."
             )
-        if key not in (*_KEYS, *(whole[0] for whole in _KEYS)):
+        if key not in ("params", "compute", "output", "p", "c", "o"):
             raise ValueError(
                 f"Unknown key {key!r} in `policy_name` {policy_name!r}. (Keys are "
                 "params, compute and output, or p, c and o.)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
@@ -103,7 +102,7 @@ def gradient_errors(
       0.0 True
     """
     check_call(fun, args)
-    loss_scale = float(check_scale("loss_scale", loss_scale))
+    loss_scale = check_scale("loss_scale", loss_scale)
     settings = functools.partial(autocast, dtype=dtype, level=level)
     low = _gradients(fun, args, loss_scale, argnums, settings)
     with without_autocast():
@@ -151,9 +150,7 @@ def _in_float32(tree: PyTree) -> PyTree:
 def _error_of(low: np.ndarray, right: np.ndarray) -> GradientError:
     is_right, is_low = np.isfinite(right), np.isfinite(low)
     both = is_right & is_low
-    difference, norm = (
-        float(np.linalg.norm(x.ravel())) for x in ((low - right)[both], right[both])
-    )
+    difference, norm = (float(np.linalg.norm(x[both])) for x in (low - right, right))
     without_norm = np.inf if difference else 0.0
     flushed = int(np.sum((low == 0) & (right != 0)))
     return GradientError(
@@ -201,7 +198,7 @@ def print_gradient_errors(
     lines = aligned([("gradient", *_TITLES), *rows], right=_TITLES)
     if len(worst) > limit:
         lines.append(f"... and {len(worst) - limit} more")
-    print("\n".join(lines), file=sys.stdout if file is None else file)
+    print("\n".join(lines), file=file)
 
 
 _TITLES = ("relative error", "flushed", "nonfinite", "norm", "size")

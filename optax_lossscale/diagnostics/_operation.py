@@ -22,7 +22,6 @@ from optax_lossscale._programs.jaxprs import (
     scope_of,
     scopes_of,
     user_line,
-    where_written,
 )
 
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
@@ -51,7 +50,7 @@ class Context(NamedTuple):
         is_recomputed = self.is_recomputed or "rematted_computation" in names
         is_backward = self.is_backward or is_transposed(equation)
         return self._replace(
-            where=user_line(equation) or self.where or where_written(equation) or "",
+            where=user_line(equation) or self.where,
             scope=(*self.scope, *scope_of(equation)),
             is_backward=is_backward and not is_recomputed,
             is_recomputed=is_recomputed,
@@ -329,6 +328,5 @@ def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
     for place, x in enumerate(operations):
         start = place if x.loop is None else starts.setdefault(x.loop, place)
         if x.made_nonfinite:  # In a loop, time tells which was first.
-            order = 0 if x.loop is None else x.order or 0
-            made.append((x.is_backward, start, order, place))
+            made.append((x.is_backward, start, x.order or 0, place))
     return operations[min(made)[-1]] if made else None

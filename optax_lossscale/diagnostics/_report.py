@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -64,7 +63,7 @@ def print_operation_report(
         lines.append("No operation loses more than a few roundings do.")
     if len(worst) > limit:
         lines.append(f"... and {len(worst) - limit} more")
-    print("\n".join(lines), file=sys.stdout if file is None else file)
+    print("\n".join(lines), file=file)
 
 
 def _summary(operations: Sequence[Operation]) -> list[str]:

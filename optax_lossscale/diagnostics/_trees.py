@@ -114,7 +114,7 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         isinstance(of_leaf, dict) and set(of_leaf) == {"nan", "inf", "size"}
         for of_leaf in tree.values()
     )
-    report = jax.device_get(tree if is_report and tree else nonfinite_report(tree))
+    report = jax.device_get(tree if is_report else nonfinite_report(tree))
     if any(jnp.ndim(of_leaf["nan"]) for of_leaf in report.values()):
         raise ValueError(
             "`tree` must be the report of one member, got a report made by `vmap`. "
@@ -227,9 +227,8 @@ def underflow_fraction(
         mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
         exponent = entry.exponent + factor.exponent - half_exponent
         # The scaled entry is `mantissa * 2**exponent` times half of the smallest
-        # subnormal number. The mantissa is
-        # from 1 to 4, so clipping the exponent to [-2, 1] cannot take the product to
-        # the other side of 1.
+        # subnormal number. The mantissa is from 1 to 4, so clipping the exponent to
+        # [-2, 1] cannot take the product to the other side of 1.
         power = power_of_two(jnp.clip(exponent, -2, 1)).astype(mantissa.dtype)
         is_flushed = mantissa * power <= 1
         is_counted = entry.is_finite & ~entry.is_zero

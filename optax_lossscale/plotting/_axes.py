@@ -1,7 +1,5 @@
 """Axes, colours and ranges that the plots share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.

@@ -20,10 +20,7 @@ from optax_lossscale._ground.checks import (
 from optax_lossscale._ground.tree import floating_leaves
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
-from optax_lossscale.diagnostics._trees import (
-    ExponentHistogram,
-    underflow_fraction,
-)
+from optax_lossscale.diagnostics._trees import ExponentHistogram, underflow_fraction
 from optax_lossscale.plotting._axes import (
     BLUE,
     COLORS,
@@ -303,8 +300,7 @@ def _shade_range(
     """
     name, (lowest, normal, highest) = jnp.dtype(dtype).name, ends
     span(normal, highest, color="#CCCCCC", lw=0, label=f"{name} range")
-    label = f"{name} subnormal: bits lost"
-    span(lowest, normal, color="#EAEAEA", lw=0, label=label)
+    span(lowest, normal, color="#EAEAEA", lw=0, label=f"{name} subnormal: bits lost")
 
 
 def _ends_of(dtype: jax.typing.DTypeLike) -> tuple[float, float, float]:
