@@ -149,6 +149,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize("name", AROUND)
 def test_around_it_every_transformation_of_jax_works(name):
@@ -199,6 +200,7 @@ def casts_of(program):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_low_copy_of_a_constant_weight_is_made_before_the_loop(recompute):
     x = integers(8, 6, 4) / 64

@@ -48,6 +48,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND)
 def test_what_a_call_changes_reaches_the_module_through(around):
     def program(model, wrap):
@@ -77,6 +78,7 @@ class Shared(nnx.Module):
             return self.last(self.down(self.up(self.first(x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["the module", "an argument"])
 def test_layers_and_parameters_that_are_shared_stay_shared(way):
     def program(model, wrap):
@@ -116,6 +118,7 @@ def test_everything_that_a_call_changes_in_a_module_is_kept():
     assert_same_state(cast, model)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_returned_is_the_same_module():
     model = Net()
     result, same, norm = ols.autocast(lambda m, x: (m(x), m, m.norm))(model, ROWS)
@@ -124,6 +127,7 @@ def test_a_module_that_is_returned_is_the_same_module():
     assert_same_state(result, Net()(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_what_a_call_does_not_change_in_a_module_stays_the_same_array(level):
     model = Net()

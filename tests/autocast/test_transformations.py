@@ -83,6 +83,7 @@ def test_results_are_right_under_every_transformation(transform):
     assert set(dtypes_of(transform(cast), w, x)) == {"float16"}
 
 
+@pytest.mark.slow
 def test_taylor_series_are_right():
     def fun(x):
         hidden = jnp.tanh(x @ W)

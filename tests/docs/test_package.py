@@ -122,6 +122,7 @@ for use in ("autocast", "diagnostics"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PRIVATE, ids=".".join)
 def test_loss_scaling_needs_no_private_name_and_autocast_says_which_is_gone(pair):
     subprocess.run([sys.executable, "-c", HIDE.format(pair=pair)], check=True)

@@ -282,6 +282,7 @@ def test_the_check_needs_few_collectives_that_carry_only_scalars(
         assert set(result) == {scalar}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("specs", [TWO_AXES, {"a": P("data"), "c": P(None, "model")}])
 def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     mesh = make_mesh(AxisType.Explicit, (4, 2))

@@ -123,6 +123,7 @@ class Net(nnx.Module):
         return self.norm(self.layer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_nnx_modules_can_be_arguments_and_are_not_changed(dtype):
     model = Net(dtype)

@@ -18,6 +18,7 @@ def test_the_state_of_an_nnx_module_is_unchanged_bit_for_bit():
     assert_same_bits(arrays_of(net), before)
 
 
+@pytest.mark.slow
 def test_the_products_of_a_module_that_a_function_reads_have_its_line():
     net = Net()
     net.eval()

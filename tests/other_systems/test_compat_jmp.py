@@ -139,6 +139,7 @@ REBUILD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @pytest.mark.parametrize(
     "floor",

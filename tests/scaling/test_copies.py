@@ -46,6 +46,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @copies
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_copied_optimizer_takes_the_same_steps(name, copied):

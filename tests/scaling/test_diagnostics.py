@@ -109,6 +109,7 @@ def test_the_underflow_fraction_equals_that_of_numpy(dtype, exponent):
     assert share == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_half_the_smallest_subnormal_underflows_and_anything_larger_does_not():
     tie = jnp.asarray([2.0**-25])
     assert diagnostics.underflow_fraction(tie) == 1

@@ -144,6 +144,7 @@ def test_masters_can_be_inside_or_outside_loss_scaled(dtype, make):
     assert_same_bits(ols.full_masters(*one), ols.full_masters(*other))
 
 
+@pytest.mark.slow
 @pytest.mark.several_devices
 @full_or_compact
 def test_masters_are_sharded_as_parameters_over_donated_steps_and_under_scan(make):
@@ -300,6 +301,7 @@ def arrays(model):
     return [np.asarray(x) for x in jax.tree.leaves(model) if eqx.is_array(x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "dtype"), [(compact, jnp.bfloat16), (ols.master_weights, jnp.float16)]
 )

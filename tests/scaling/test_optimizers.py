@@ -246,6 +246,7 @@ def sketch():
         return run_section("docs/for_maintainers.md", heading)["loss_scaled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_sketch_for_optax_takes_the_steps_of_the_bare_optimizer(name, sketch):
     bare = make(name)

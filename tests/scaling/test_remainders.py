@@ -31,6 +31,7 @@ def join(param, remainder, dtype):
     return np.float32(join_master(jnp.asarray(param, dtype), jnp.asarray(remainder)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_masters_come_back(dtype):
     every_4093rd = np.arange(0, 2**32, 4093, dtype=np.uint64).astype(np.uint32)

@@ -317,6 +317,7 @@ def test_a_module_may_be_used_again_in_the_same_loss():
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_is_not_differentiated_keeps_what_the_function_changes():
     def statistics(fun):
         model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
