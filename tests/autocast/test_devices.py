@@ -114,6 +114,7 @@ def summed_over_devices(compiled):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [

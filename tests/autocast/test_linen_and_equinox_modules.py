@@ -56,6 +56,7 @@ def plain_variables():
     return jax.jit(Plain().init)(KEYS, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AroundCompact, Closure])
 def test_a_linen_module_makes_the_parameters_that_it_makes_without(kind):
     for level in ("O1", "O3"):

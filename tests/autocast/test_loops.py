@@ -288,6 +288,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_a_loop_saves_whichever_is_less_and_never_more_than_float32(name):
     def fun(ws, x):

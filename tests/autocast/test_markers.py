@@ -239,6 +239,7 @@ def test_autocast_inside_a_marker_or_autocast_casts_to_its_own_dtype():
 # --- low_precision: methods and kernels -------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_kernel_of_pallas_gets_low_operands():
     def body(x_ref, out_ref):
         assert x_ref.dtype == out_ref.dtype == jnp.float16

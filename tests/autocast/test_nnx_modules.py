@@ -167,6 +167,7 @@ def test_a_change_that_would_be_lost_is_refused_with_the_fix_through(name, make)
     assert_same_bits(arrays_of(model), before)
 
 
+@pytest.mark.slow
 def test_an_error_inside_leaves_the_module_as_it_was():
     model = Net()
     before = arrays_of(model)

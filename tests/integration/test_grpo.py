@@ -141,6 +141,7 @@ def test_a_planted_mismatch_is_measured():
     assert all(float(x) == 0 for x in figures.values())
 
 
+@pytest.mark.slow
 def test_answers_are_rewarded_and_compared_with_their_group():
     text = jnp.array([[3, 1, 10, 1, 3], [3, 1, 10, 3, 1], [2, 2, 10, 2, 2]])
     assert train_grpo.rewards_of(text).tolist() == [1.0, 0.0, 1.0]

@@ -199,6 +199,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fun", "args", "settings"), CALLS.values(), ids=CALLS)
 def test_what_flax_differentiates_is_differentiated(fun, args, settings):
     actual, expected = (

@@ -120,6 +120,7 @@ class Adapted(nnx.Module):
         return self.base(x) + self.lora(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrt", [nnx.LoRAParam, [nnx.LoRAParam]])
 def test_the_variables_of_an_nnx_optimizer_are_differentiated(wrt):
     model = Adapted()
