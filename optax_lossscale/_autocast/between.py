@@ -23,7 +23,7 @@ from optax_lossscale._programs.jax_internals import scan_counts
 from optax_lossscale._programs.jaxprs import (
     Program,
     changed_once,
-    is_floating,
+    is_floating_variable,
     jaxpr_of,
     programs_of,
     with_equations,
@@ -50,7 +50,8 @@ class FactorRule:
         of_variables = [x for atom, x in pairs if isinstance(atom, core.Var)]
         is_fixed = bool(of_variables) and all(x.is_fixed for x in of_variables)
         return [
-            Factor(is_activation and is_floating(x), is_fixed) for x in equation.outvars
+            Factor(is_activation and is_floating_variable(x), is_fixed)
+            for x in equation.outvars
         ]
 
     def join(self, one: Factor, other: Factor) -> Factor:

@@ -53,8 +53,8 @@ def bind(
     return outputs if primitive.multiple_results else [outputs]
 
 
-def is_floating(variable: core.Var) -> bool:
-    """Whether a variable is a floating array; a token has no dtype."""
+def is_floating_variable(variable: core.Var) -> bool:
+    """Whether a variable is a floating array or a `jax.Ref` to one; a token is not."""
     dtype = getattr(variable.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 

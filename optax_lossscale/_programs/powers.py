@@ -24,7 +24,7 @@ from optax_lossscale._programs.jax_internals import (
     reduce_scatter_p,
     split_p,
 )
-from optax_lossscale._programs.jaxprs import is_floating
+from optax_lossscale._programs.jaxprs import is_floating_variable
 
 # A power; `UNLIKE` of a sum of unlike powers, which is none; None if nothing is known.
 Power: TypeAlias = Fraction | Literal["unlike"] | None
@@ -65,7 +65,7 @@ class PowersRule:
         self, equation: core.JaxprEqn, inputs: Sequence[Powers]
     ) -> Sequence[Powers]:
         count, primitive = len(equation.outvars), equation.primitive
-        if not all(map(is_floating, equation.outvars)):
+        if not all(map(is_floating_variable, equation.outvars)):
             return [_unknown(inputs)] * count
         if primitive in _LINEAR and len(inputs) == count:
             return inputs
