@@ -43,7 +43,6 @@ from optax_lossscale._programs.jax_internals import (
     KERNELS,
     TRACED_RULES,
     TRANSPOSE_RULE,
-    is_closed_call,
     pvary_p,
     with_changed_result,
 )
@@ -60,7 +59,6 @@ from optax_lossscale._programs.jaxprs import (
     read,
     scope_of,
     with_equations,
-    with_parts,
     with_programs,
 )
 
@@ -164,10 +162,8 @@ def _rewritten_param(name: str, param: Any, settings: Settings) -> Any:
         return _low_traced_rule(settings, param)
     if name == BATCHING_RULE and callable(param):
         return _low_rule(settings, param)
-    if is_closed_call(param):
-        low_rule = functools.partial(_low_rule, settings)
-        return with_parts(param, lambda x: _with_low_products(x, settings), low_rule)
-    return with_programs(param, lambda x: _with_low_products(x, settings))
+    low_rule = functools.partial(_low_rule, settings)
+    return with_programs(param, lambda x: _with_low_products(x, settings), low_rule)
 
 
 def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:

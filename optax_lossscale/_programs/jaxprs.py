@@ -201,10 +201,17 @@ def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
             yield jaxpr_of(program)
 
 
-def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
-    """A parameter of an equation with changed programs; itself if none changes."""
+def with_programs(
+    parameter: Any,
+    change: Callable[[Program], Program],
+    change_rule: Callable[[Any], Any] = lambda rule: rule,
+) -> Any:
+    """A parameter of an equation with changed programs; itself if nothing changes.
+
+    The rules of a call that JAX keeps closed change too.
+    """
     if is_closed_call(parameter):
-        return with_parts(parameter, change)
+        return _with_parts(parameter, change, change_rule)
     programs = _programs_in(parameter)
     changed = [*map(change, programs)]
     if are_same(programs, changed):
@@ -213,19 +220,14 @@ def with_programs(parameter: Any, change: Callable[[Program], Program]) -> Any:
     return jax.tree.map(lambda _: next(new), parameter)
 
 
-def with_parts(
+def _with_parts(
     call: Any,
     change_program: Callable[[Program], Program],
-    change_rule: Callable[[Any], Any] = lambda rule: rule,
+    change_rule: Callable[[Any], Any],
 ) -> Any:
-    """A call that JAX keeps closed, with changed programs and rules.
-
-    Itself if none changes.
-    """
+    """A call that JAX keeps closed, with changed programs and rules."""
 
     def change(name: str, part: Any) -> Any:
-        if is_closed_call(part):
-            return with_parts(part, change_program, change_rule)
         if is_traced_call(part):
             program = change_program(part.jaxpr)
             if program is part.jaxpr:
@@ -239,7 +241,7 @@ def with_parts(
             return type(part)(change_rule(rule) for rule in part)
         if _is_rule(name, part):
             return change_rule(part)
-        return with_programs(part, change_program)
+        return with_programs(part, change_program, change_rule)
 
     params = {name: change(name, part) for name, part in call.params.items()}
     if are_same([*params.values()], [*call.params.values()]):
