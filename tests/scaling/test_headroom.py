@@ -70,6 +70,11 @@ TRACES = {
         [0.0, 0.0, 1.0, 0.0, 0.0],
         [10, 10, 13, 13, 13],
     ),
+    "the first scale is rounded down, however near the next one is": (
+        {"init_scale": float(np.nextafter(2.0**10, 0.0))},
+        [0.0],
+        [9],
+    ),
     # Some platforms flush subnormal float32, so it counts as zero on all.
     "subnormal gradients count as zeros": ({"init_scale": 8.0}, [2.0**-127], [3]),
     "the smallest normal ones do not": ({"init_scale": 8.0}, [2.0**-126], [24]),

@@ -222,10 +222,16 @@ def test_a_weakly_typed_parameter_or_inner_state_makes_no_weakly_typed_state():
         assert not any(x.weak_type for x in (count, mean, *strong.loss_scale_state[:5]))
 
 
-def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked():
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_leaves_that_the_mask_excludes_are_neither_unscaled_nor_checked(check_updates):
     mask = {"w": True, "b": False}
     for unscale_mask in (mask, lambda grads: {name: name == "w" for name in grads}):
-        tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=unscale_mask)
+        tx = ols.loss_scaled(
+            optax.identity(),
+            RULE,
+            unscale_mask=unscale_mask,
+            check_updates=check_updates,
+        )
         grads = {"w": GRADS["w"] * SCALE, "b": jnp.asarray([jnp.inf, 2.0])}
         updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
         assert_same_bits(updates, {"w": GRADS["w"], "b": grads["b"]})
