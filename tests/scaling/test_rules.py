@@ -125,7 +125,8 @@ def test_before_the_first_step_none_was_skipped(make):
 def test_gradients_in_place_of_a_verdict_are_refused(make):
     # They would count as finite, whatever they are.
     rule = make()
-    for grads in ({"w": jnp.asarray(jnp.nan)}, jnp.asarray([jnp.nan, 1.0]), None):
+    nan = jnp.asarray(jnp.nan)
+    for grads in ({"w": nan}, jnp.stack([nan, 1.0]), jnp.stack([nan]), None):
         with pytest.raises(
             TypeError, match=r"`grads_finite` must be one bool.*all_fin"
         ):

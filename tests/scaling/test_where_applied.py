@@ -42,6 +42,7 @@ def test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped(run):
     ("new", "old", "message"),
     [
         (jnp.ones(2), jnp.ones(()), r"same structure and shapes, got \(2,\) and \(\)"),
+        (jnp.ones(3), jnp.ones(1), r"same structure and shapes, got \(3,\) and \(1,\)"),
         ([jnp.ones(2)], [None], r"structure and shapes, got \(2,\) and None"),
         ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "pytree|Dict key"),
     ],
