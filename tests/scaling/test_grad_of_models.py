@@ -330,6 +330,13 @@ def test_optax_applies_the_updates_of_integer_arrays_in_a_node_of_your_own(optim
     assert_same_bits((new.int8, new.bool), (params.int8, params.bool))
 
 
+def test_each_of_several_arguments_may_hold_integers():
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grad = ols.scaled_grad(lambda a, b: jnp.sum(a["w"] * b["w"]), STATE, argnums=(0, 1))
+    expected = {"w": jnp.full(2, SCALE), "n": None}
+    assert_same_bits(grad(params, params), (expected, expected))
+
+
 def test_a_setting_of_numpy_in_a_module_stays_what_it_is():
     layer = eqx.nn.Lambda(np.arange(2))
     model = eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=jax.random.key(0)), layer])
