@@ -202,6 +202,7 @@ def test_a_wrapper_that_belongs_inside_is_warned_of_where_the_state_is_seen(name
 
 
 CLIP = optax.clip_by_global_norm(1.0)
+OWN = optax.GradientTransformation(lambda params: {}, lambda g, s, p=None: (g, s))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ CLIP = optax.clip_by_global_norm(1.0)
         optax.chain(optax.chain(CLIP, TX), optax.scale(0.5)),
         optax.chain(CLIP, optax.chain(TX, optax.scale(0.5))),
         optax.chain(optax.zero_nans(), ols.loss_scaled(), optax.adam(1e-3)),
+        optax.chain(OWN, CLIP, TX),
     ],
 )
 def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):

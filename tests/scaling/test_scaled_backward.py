@@ -206,7 +206,9 @@ def test_several_arguments():
     assert_same_bits(jax.grad(inside, (0, 2))(*args), expected)
 
 
-@pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1]), np.asarray([1])])
+@pytest.mark.parametrize(
+    "argnums", [1, -1, (1,), [-1], iter([1]), np.asarray([1]), (0, 1)]
+)
 def test_argnums_name_the_parameters(argnums):
     def loss(x, params):
         return loss_fn(params, x)

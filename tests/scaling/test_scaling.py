@@ -42,6 +42,13 @@ def test_unscale_multiplies_by_the_reciprocal_of_the_scale():
         np.testing.assert_array_equal(function(jnp.asarray(grads)), product)
 
 
+def test_a_float64_gradient_is_unscaled_in_float64():
+    with enable_x64(True):
+        grads = jnp.asarray([5.0, 7.0], jnp.float64)
+        result = ols.unscale(grads, ols.static_loss_scale(3.0).init())
+    assert result.tolist() == [5 * (1 / 3), 7 * (1 / 3)]
+
+
 def test_scale_accepts_a_callable_pytree_and_refuses_a_function():
     state = ols.static_loss_scale(8.0).init()
     doubled = jax.tree_util.Partial(lambda x: 2 * x, jnp.ones(2))

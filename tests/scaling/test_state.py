@@ -158,6 +158,15 @@ def test_set_changes_only_the_scale():
     assert (state.loss_scale, state.rule_state.growth_count) == (8, 1)
 
 
+def test_set_keeps_the_weak_type_and_the_device_of_the_scale():
+    state = ols.static_loss_scale(8.0).init()
+    weak = state._replace(loss_scale=jnp.asarray(8.0))
+    assert ols.set_loss_scale(weak, 4).loss_scale.weak_type
+    elsewhere = jax.device_put(state, jax.devices()[-1])
+    changed = ols.set_loss_scale(elsewhere, 4).loss_scale
+    assert changed.sharding == elsewhere.loss_scale.sharding
+
+
 def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
     state = ols.dynamic_loss_scale(2.0**10).init()
     set_scale = jax.jit(lambda state, value: ols.set_loss_scale(state, value))

@@ -412,6 +412,19 @@ def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
     assert not np.any(updates["w"])
 
 
+@eager_and_jitted
+def test_debug_nans_accepts_a_damaged_scale_which_skips_the_step(run):
+    tx = ols.loss_scaled(adam(), RULE)
+    good = tx.init(PARAMS)
+    damaged = good._replace(
+        loss_scale_state=good.loss_scale_state._replace(loss_scale=jnp.float32(np.nan))
+    )
+    with jax.debug_nans(True):
+        updates, after = run(tx.update)(scaled(GRADS), damaged, PARAMS)
+    assert not np.any(updates["w"])
+    assert_same_bits(after.inner_state, good.inner_state)
+
+
 RULES_THAT_SKIP = [RULE, ols.static_loss_scale(SCALE), ols.headroom_loss_scale(SCALE)]
 
 
