@@ -238,7 +238,8 @@ def _with_parts(
             nothing = {name: None for name in kept if hasattr(part, name)}
             return with_attributes(part, _params=params, **nothing)
         if isinstance(part, tuple | list) and part and all(map(callable, part)):
-            return type(part)(change_rule(rule) for rule in part)
+            rules = type(part)(map(change_rule, part))
+            return part if are_same(rules, part) else rules
         if _is_rule(name, part):
             return change_rule(part)
         return with_programs(part, change_program, change_rule)

@@ -15,6 +15,7 @@ from jax.custom_derivatives import linear_call
 
 import optax_lossscale as ols
 from helpers.under_autocast import assert_close
+from optax_lossscale._programs.jaxprs import is_closed_call, with_programs
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 4
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -184,7 +185,7 @@ def test_the_transpose_of_a_linear_call_is_low():
     np.testing.assert_allclose(low, written, rtol=0.01, atol=0.01)
 
 
-def hidden(fun):
+def hidden(fun, **params):
     """A call of a class that JAX knows nothing more of."""
     hijax = pytest.importorskip("jax.experimental.hijax", exc_type=ImportError)
     kind = getattr(hijax, "HiPrim", getattr(hijax, "VJPHiPrimitive", None))
@@ -195,7 +196,7 @@ def hidden(fun):
         def __init__(self, x, w):
             self.in_avals = jax.typeof(x), jax.typeof(w)
             self.out_aval = jax.typeof(x)
-            self.params = {}
+            self.params = params
             super().__init__()
 
         def expand(self, x, w):
@@ -220,3 +221,10 @@ def test_what_cannot_be_looked_into_is_warned_of_and_in_the_report(capsys):
 
 def test_a_closed_call_without_products_is_not_warned_of():
     ols.autocast(hidden(lambda x, w: jnp.tanh(x)))(W)
+
+
+def test_a_closed_call_in_which_nothing_changes_is_returned_itself():
+    fun = hidden(lambda x, w: jnp.tanh(x), rules=(jnp.sin, jnp.cos))
+    (equation,) = jax.make_jaxpr(fun)(W).eqns
+    (call,) = filter(is_closed_call, equation.params.values())
+    assert with_programs(call, lambda program: program) is call
