@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from typing import NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -250,8 +251,13 @@ def test_a_saved_nnx_optimizer_goes_on_with_its_moments_under_a_loss_scale():
 
 
 def test_what_holds_an_optimizer_state_is_refused_with_the_way_to_take_it_over():
-    with pytest.raises(TypeError, match=r"got a TrainState.*its `opt_state`"):
-        ols.adopt_inner_state(train_state(1))
+    class Run(NamedTuple):
+        opt_state: optax.OptState
+
+    for state in (train_state(1), Run(train_state(1).opt_state)):
+        message = rf"got a {type(state).__name__}\. .*its `opt_state`"
+        with pytest.raises(TypeError, match=message):
+            ols.adopt_inner_state(state)
     optimizer = nnx.Optimizer(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), BARE, wrt=nnx.Param)
     for state in (optimizer.opt_state, (optimizer.opt_state, jnp.ones(1))):
         message = r"got NNX variables.*_replace\(inner_state="

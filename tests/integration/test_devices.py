@@ -301,6 +301,27 @@ def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     assert not skipped.loss_scale_state.last_finite
 
 
+def test_on_an_explicit_mesh_a_constant_changes_no_collective():
+    mesh = make_mesh(AxisType.Explicit, (4, 2))
+    params = matrices(mesh, TWO_AXES)
+    for constant in (np.ones(3, np.float32), jnp.ones(3)):
+        check = functools.partial(lambda c, p: ols.all_finite([c, p]), constant)
+        assert collectives(check, params) == [(["pred[]"], "all-reduce")]
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+def test_on_an_explicit_mesh_every_process_names_the_axes_in_one_order(axes):
+    """That of the arrays. A set of names has another order in each process."""
+    params = matrices(make_mesh(AxisType.Explicit, (4, 2)), {"a": P(*axes)})
+    program = jax.make_jaxpr(ols.all_finite)(params)
+    (reduce,) = (
+        equation.params["axes"]
+        for equation in equations_of(program)
+        if equation.primitive.name == "pmin"
+    )
+    assert reduce == axes
+
+
 @pytest.mark.parametrize(
     ("axis_name", "check_vma", "check_updates"),
     [
@@ -411,10 +432,12 @@ def test_on_an_explicit_mesh_state_and_gradients_can_be_sharded_differently():
             assert after.loss_scale_state.last_finite == finite
 
 
-def test_the_update_never_branches_on_the_verdict_of_one_device():
+@pytest.mark.parametrize("check_updates", [True, False])
+def test_the_update_never_branches_on_the_verdict_of_one_device(check_updates):
     # jax #40823: under shard_map the branches of a cond diverge silently.
-    tx = ols.loss_scaled(adam(), RULE)
-    program = jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    tx = ols.loss_scaled(adam(), RULE, check_updates=check_updates)
+    update = functools.partial(tx.update, accept=jnp.asarray(True))
+    program = jax.make_jaxpr(update)(PARAMS, tx.init(PARAMS), PARAMS)
     names = {equation.primitive.name for equation in equations_of(program)}
     assert "cond" not in names
     assert "select_n" in names

@@ -62,7 +62,9 @@ def test_each_of_many_leaves_of_a_shape_is_seen():
         assert read(bad) == (False, jnp.inf), where
 
 
-@pytest.mark.parametrize("tree", [(), None, {}, jnp.zeros((0, 3)), optax.MaskedNode()])
+@pytest.mark.parametrize(
+    "tree", [(), None, {}, jnp.zeros((0, 3)), jnp.zeros((3, 0)), optax.MaskedNode()]
+)
 def test_a_tree_without_floating_entries_is_finite_and_its_maximum_is_zero(tree):
     assert ols.all_finite(tree)
     assert ols.max_magnitude(tree) == 0
@@ -186,6 +188,14 @@ def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
     assert text.count("stablehlo.reduce(") == 1 + (1 if _finite._are_local() else 12)
 
 
+def test_only_on_a_cpu_a_large_leaf_is_cut():
+    leaf = jnp.ones((256, 100))
+    traced = jax.jit(lambda leaf: ols.all_finite(leaf)).trace(leaf)
+    texts = [traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda")]
+    are_cut = ["stablehlo.slice" in text for text in texts]
+    assert are_cut == [_finite._are_local(), False]
+
+
 def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():
     loss_scale = jnp.float32(2.0**-24)
     large = jnp.asarray([2.0**120])
@@ -202,6 +212,9 @@ def test_gradients_that_overflow_only_when_unscaled_are_nonfinite():
 def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(count, axis_type):
     devices = np.asarray(jax.devices()[:count])
     with jax.set_mesh(Mesh(devices, ("data",), axis_types=(axis_type,))):
+        assert _finite._are_local() is (count == 1 and axis_type == AxisType.Auto)
+    types = axis_type, AxisType.Auto
+    with jax.set_mesh(Mesh(devices[None], ("model", "data"), axis_types=types)):
         assert _finite._are_local() is (count == 1 and axis_type == AxisType.Auto)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -173,7 +174,7 @@ def test_update_passes_on_a_name_that_is_only_similar():
 @pytest.mark.parametrize("name", ["acept", "grad_finite", "grads_unscale"])
 def test_update_refuses_a_misspelt_argument(name):
     with pytest.raises(TypeError, match=rf"no argument `{name}`. \(Did you mean"):
-        TX.update(PARAMS, STATE, PARAMS, **{name: True})
+        TX.update(PARAMS, STATE, PARAMS, **{name: jnp.asarray(True)})
 
 
 OUTSIDE = {
@@ -213,6 +214,7 @@ OWN = optax.GradientTransformation(lambda params: {}, lambda g, s, p=None: (g, s
         optax.chain(CLIP, optax.chain(TX, optax.scale(0.5))),
         optax.chain(optax.zero_nans(), ols.loss_scaled(), optax.adam(1e-3)),
         optax.chain(OWN, CLIP, TX),
+        optax.chain(CLIP, OWN, TX),
     ],
 )
 def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
@@ -242,6 +244,16 @@ def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
 def test_scaling_does_not_warn_of_a_right_chain(tx):
     state = tx.init(PARAMS)
     without_warning(ols.scaled_grad(loss_fn, (optax.EmptyState, state)), PARAMS, X)
+
+
+class Run(NamedTuple):
+    average: optax.OptState
+    opt_state: optax.OptState
+
+
+def test_a_named_tuple_with_a_state_of_optax_is_no_chain():
+    run = Run(optax.ema(0.9).init(PARAMS), STATE)
+    without_warning(ols.scaled_grad(loss_fn, run), PARAMS, X)
 
 
 def test_a_chain_may_clip_the_true_gradients_before_loss_scaled():

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ X = jnp.asarray([1.0, -2.0])
 
 def loss_fn(x, y=1.0):
     return jnp.sum(x**2) * y
+
+
+def has_note_on_arguments(error):
+    return "holds no floating array" in "".join(getattr(error, "__notes__", []))
 
 
 def test_the_loss_is_true_and_the_gradients_are_scaled():
@@ -45,6 +50,8 @@ def test_argnums_and_keyword_arguments_pass_through():
         assert ols.scaled_grad(product, STATE, argnums)(2.0, 3.0, z=4.0) == 8.0 * 1024
     _, grad = ols.scaled_grad(product, STATE, iter((0, 1)))(2.0, 3.0, z=4.0)
     assert grad == 8.0 * 1024
+    swapped = ols.scaled_grad(product, STATE, (1, 0))(2.0, 3.0, z=4.0)
+    assert swapped == (8.0 * 1024, 12.0 * 1024)
 
 
 def test_jax_keyword_arguments_pass_through():
@@ -53,6 +60,8 @@ def test_jax_keyword_arguments_pass_through():
     params = {"w": jnp.ones(2), "steps": jnp.arange(2)}
     grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=True)(params)
     assert grads["steps"].dtype == jax.dtypes.float0
+    grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=False)(params)
+    assert grads["steps"] is None
 
 
 def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():
@@ -88,8 +97,16 @@ def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
     with pytest.raises(TypeError) as theirs:  # noqa: PT011
         jax.value_and_grad(fun, has_aux=has_aux)(X)
     message = str(theirs.value)[:60]  # The values come later, and are scaled.
-    with pytest.raises(TypeError, match="^" + re.escape(message)):
+    with pytest.raises(TypeError, match="^" + re.escape(message)) as ours:
         ols.scaled_value_and_grad(fun, STATE, has_aux=has_aux)(X)
+    assert not has_note_on_arguments(ours.value)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_several_results_without_has_aux_are_refused_with_a_hint(kind):
+    message = rf"scalar loss, got a {kind.__name__} of length 2\. .*`has_aux=True`"
+    with pytest.raises(TypeError, match=message):
+        ols.scaled_grad(lambda x: kind([loss_fn(x), x]), STATE)(X)
 
 
 def test_a_loss_in_place_of_its_function_is_refused():
@@ -126,7 +143,12 @@ def test_second_derivatives_of_the_reported_loss_are_true():
     def reported(x):
         return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
 
+    def reported_with_aux(x):
+        fun = lambda x: (x**3, None)  # noqa: E731
+        return ols.scaled_value_and_grad(fun, STATE, has_aux=True)(x)[0][0]
+
     assert jax.grad(jax.grad(reported))(2.0) == 12.0
+    assert jax.grad(jax.grad(reported_with_aux))(2.0) == 12.0
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1])])
@@ -143,16 +165,24 @@ def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argn
         assert grads.tolist() == [3 * 1024.0] * 2
 
 
-def test_a_list_of_loss_and_auxiliary_data_is_taken_for_a_pair():
-    value, _ = ols.scaled_value_and_grad(lambda x: [loss_fn(x), 2], STATE, 0, True)(X)
+class Result(NamedTuple):
+    loss: jax.Array
+    aux: int
+
+
+@pytest.mark.parametrize("pair", [lambda *pair: [*pair], Result])
+def test_a_list_of_loss_and_auxiliary_data_is_taken_for_a_pair(pair):
+    grad_fn = ols.scaled_value_and_grad(lambda x: pair(loss_fn(x), 2), STATE, 0, True)
+    value, grads = grad_fn(X)
     assert value == (5.0, 2)
+    assert grads.tolist() == [2048.0, -4096.0]
 
 
-def test_an_error_of_the_function_has_no_note_on_arguments():
+def test_an_error_of_the_function_has_no_note_on_arguments_and_keeps_its_cause():
     def broken(x):
-        raise TypeError("of its own")
+        raise TypeError("of its own") from KeyError("x")
 
     with pytest.raises(TypeError, match="of its own") as error:
         ols.scaled_grad(broken, STATE)(X)
-    notes = getattr(error.value, "__notes__", [])
-    assert not any("holds no floating array" in note for note in notes)
+    assert not has_note_on_arguments(error.value)
+    assert isinstance(error.value.__cause__, KeyError)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import optax_lossscale as ols
 from helpers import oracle, strategies
 from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64
 from helpers.history import scales_after, states_after
 from helpers.inner import lenient
 
@@ -84,6 +85,13 @@ TRACES = {
         {"history": 40, "recent": 4, "margin_bits": 0.0},
         [1.5, INF] + [1.5] * 9,
         [15] + [14] * 6 + [15] * 4,
+    ),
+    # The cap is 2**9. The overflow counts as one at the cap, and 4 / 42 bits come back
+    # in each step, so 11 steps suffice.
+    "a cap between two powers of two is rounded down for an overflow, too": (
+        {"history": 42, "margin_bits": 0.0, "max_scale": 1000.0},
+        [2.0**-20] * 4 + [INF] + [2.0**-20] * 12,
+        [9] * 4 + [8] * 11 + [9] * 2,
     ),
     # The peak was 3 * 2**7 and has faded by 7/4 bits until the last overflow; since
     # then 16 steps have taken a quarter of a bit each.
@@ -232,10 +240,31 @@ def test_the_magnitude_that_an_overflow_stands_for_is_a_normal_float32(
     assert limits.tiny <= state.rule_state.peaks[-1] <= limits.max
 
 
-def test_an_infinite_magnitude_is_an_overflow_whatever_the_flag_says():
+@pytest.mark.parametrize("magnitude", [INF, math.nan])
+def test_a_nonfinite_magnitude_is_an_overflow_whatever_the_flag_says(magnitude):
     rule = ols.headroom_loss_scale()
     expected = rule.adjust(rule.init(), False, INF)
-    assert_same_bits(rule.adjust(rule.init(), True, INF), expected)
+    for flag in (True, False):
+        assert_same_bits(rule.adjust(rule.init(), flag, magnitude), expected)
+
+
+def test_a_finite_float64_beyond_float32_is_no_overflow():
+    with enable_x64(True):
+        grads = jnp.asarray([1e39 * 2.0**15])
+        tx = ols.loss_scaled(optax.identity(), ols.headroom_loss_scale())
+        updates, state = tx.update(grads, tx.init(grads))
+    assert state.loss_scale_state.last_finite
+    assert updates.tolist() == [1e39]
+
+
+def test_at_the_floor_an_infinity_in_the_memory_is_ignored():
+    rule = ols.headroom_loss_scale(1.0, min_scale=1.0, recent=4, history=4)
+    recent = jnp.asarray([1.0, 1.0, 1.0, INF])
+    state = rule.init()
+    state = state._replace(rule_state=state.rule_state._replace(recent=recent))
+    after = rule.adjust(state, True, 1.0)
+    assert np.isfinite(after.rule_state.recent).all()
+    assert after.loss_scale > 1.0
 
 
 def test_an_overflow_after_zeros_and_a_step_skipped_for_its_updates_is_the_first():
@@ -271,9 +300,14 @@ def test_a_state_that_was_saved_with_other_settings_is_refused(setting):
     settings = {"recent": 4, "history": 8}
     saved = ols.headroom_loss_scale(**settings | {setting: 6}).init()
     rule = ols.headroom_loss_scale(**settings)
-    message = "`recent` 4 and `history` 8, got .*6.*Give the rule the settings"
+    got = settings | {setting: 6}
+    shapes = rf"\({got['recent']},\) and \({got['history']},\)"
+    message = f"`recent` 4 and `history` 8, got .* {shapes}.*Give the rule the settings"
     with pytest.raises(ValueError, match=message):
         rule.adjust(saved, True, 1.0)
+    tx = ols.loss_scaled(lenient(optax.sgd(0.1)), rule)
+    with pytest.raises(ValueError, match=message):
+        tx.update(jnp.ones(2), ols.LossScaledState(saved, tx.init(jnp.ones(2))[1]))
     with pytest.raises(ValueError, match="`grads_max` must be given"):
         rule.adjust(rule.init(), True)
 
@@ -299,6 +333,10 @@ def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected)
         ({"history": 0}, ValueError, "`history` must be at least 1"),
         ({"history": 2.0}, TypeError, "`history` must be an integer"),
         ({"recent": 0}, ValueError, "`recent` must be at least 1"),
+        ({"recent": 64.9}, TypeError, "`recent` must be an integer, got 64.9"),
+        ({"recent": True}, TypeError, "`recent` must be an integer, got True"),
+        ({"init_scale": True}, TypeError, "`init_scale` must be a number, got True"),
+        ({"init_scale": "8"}, TypeError, "`init_scale` must be a number, got '8'"),
         ({"margin_bits": "1"}, TypeError, "`margin_bits` must be a number, got '1'"),
         ({"margin_bits": 126.5}, ValueError, "`margin_bits` .* at most 126, got 126.5"),
         ({"margin_bits": -1.0}, ValueError, "`margin_bits` must be finite, at least 0"),

@@ -12,6 +12,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optax_lossscale as ols
 from helpers import strategies
 from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.inner import standard_promotion
@@ -63,15 +64,19 @@ def test_a_bad_step_keeps_a_sharded_state_that_the_optimizer_resets(axis_type):
 
 
 @pytest.mark.several_devices
+@pytest.mark.parametrize("other", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("finite", [GOOD, BAD])
-def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite, other):
+    types = AxisType.Explicit, other
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    state = ols.dynamic_loss_scale().init()._replace(last_finite=finite)
     with jax.set_mesh(mesh):
         new = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
-        old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P(None)))
-        masked = jax.jit(mask_state)(finite, new, old)
-    assert masked.sharding == new.sharding
-    assert_same_bits(masked, new if finite else old)
+        old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("model")))
+        for function, given in ((mask_state, finite), (ols.where_applied, state)):
+            masked = jax.jit(function)(given, new, old)
+            assert masked.sharding == new.sharding
+            assert_same_bits(masked, new if finite else old)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
@@ -96,6 +101,21 @@ def test_a_count_that_becomes_floating_keeps_the_value_it_had(old):
     assert_same_bits(mask_state(BAD, new, old), jnp.float16(3))
     assert_same_bits(mask_state(GOOD, new, old), new)
     assert cast_like(new, old) is new
+
+
+def test_what_an_update_adds_to_the_state_keeps_its_dtype():
+    new = {"old": jnp.ones(2), "bool": jnp.asarray(True), "int": jnp.asarray(3)}
+    cast = cast_like(new, {"old": jnp.zeros(2)})
+    assert_same_bits(cast, new)
+    nothing = jax.tree.map(jnp.zeros_like, new)
+    assert_same_bits(mask_state(BAD, new, {"old": jnp.zeros(2)}), nothing)
+
+
+@pytest.mark.parametrize("old", [{"m": jnp.ones(2)}, {"m": 1.0, "old": 2.0}])
+def test_a_state_that_loses_an_array_is_refused_by_its_path(old):
+    new = {"n": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"held before, got one without \['m'\]"):
+        mask_state(GOOD, new, old)
 
 
 def test_cast_like_leaves_what_had_no_dtype():

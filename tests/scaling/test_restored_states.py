@@ -92,6 +92,16 @@ def test_a_scale_restored_with_another_number_of_axes_is_refused(run):
         run(tx.update)(PARAMS, restored, PARAMS)
 
 
+def test_a_number_in_place_of_an_array_with_one_entry_is_refused():
+    static = ols.static_loss_scale(8.0)
+    own = static._replace(init=lambda: static.init()._replace(rule_state=jnp.zeros(1)))
+    tx = ols.loss_scaled(optax.sgd(0.1), own)
+    state = tx.init(PARAMS)
+    restored = state.loss_scale_state._replace(rule_state=0.0)
+    with pytest.raises(ValueError, match=r"as many axes as at first, got shape \(\)"):
+        tx.update(PARAMS, state._replace(loss_scale_state=restored), PARAMS)
+
+
 def test_after_a_damaged_count_of_steps_zeros_still_raise_a_scale_that_is_too_low():
     rule = ols.headroom_loss_scale(1.0, history=4, recent=2)
     state = rule.init()._replace(step_count=jnp.int32(-(2**31)))

@@ -2,8 +2,10 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -131,6 +133,9 @@ def test_gradients_in_place_of_a_verdict_are_refused(make):
             TypeError, match=r"`grads_finite` must be one bool.*all_fin"
         ):
             rule.adjust(rule.init(), grads, 1.0)
+    with pytest.raises(TypeError, match="must be one bool") as caught:
+        rule.adjust(rule.init(), {str(i): nan for i in range(100)}, 1.0)
+    assert len(str(caught.value)) < 200
 
 
 def test_an_optimizer_state_in_place_of_its_loss_scale_state_is_refused():
@@ -143,9 +148,19 @@ def test_an_optimizer_state_in_place_of_its_loss_scale_state_is_refused():
 def test_the_counters_stop_at_the_largest_int32():
     largest = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     rule = ols.dynamic_loss_scale(8.0, hysteresis=3)
-    state = rule.init()._replace(step_count=largest, total_notfinite=largest)
-    state = rule.adjust(state, False)
-    assert (state.step_count, state.total_notfinite) == (largest, largest)
+    counts = dict.fromkeys(
+        ["step_count", "total_notfinite", "notfinite_count"], largest
+    )
+    state = rule.adjust(rule.init()._replace(**counts), False)
+    assert all(getattr(state, name) == largest for name in counts)
+
+
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray])
+def test_a_stacked_state_takes_a_verdict_for_each_member(asarray):
+    rule = ols.dynamic_loss_scale(8.0)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), rule.init())
+    states = rule.adjust(states, asarray([True, False]))
+    assert states.loss_scale.tolist() == [8.0, 4.0]
 
 
 @pytest.mark.parametrize(("skips", "counts"), [(True, (2, 2, 3)), (False, (0, 0, 3))])
@@ -169,6 +184,12 @@ def test_no_loss_scale_is_a_scale_of_one_that_skips_nothing():
     assert rule != ols.static_loss_scale(1.0, skip_nonfinite=False)
 
 
+def test_no_loss_scale_can_be_made_to_skip():
+    tx = ols.loss_scaled(optax.sgd(1.0), ols.no_loss_scale()._replace(skips=True))
+    updates, _ = tx.update(jnp.asarray([jnp.nan]), tx.init(jnp.ones(1)), jnp.ones(1))
+    assert updates.tolist() == [0.0]
+
+
 BETWEEN = "must be strictly between"
 WRONG_VALUES = [
     ({"init_scale": 0.0}, r"`init_scale` must be positive, finite.*got 0.0"),
@@ -189,6 +210,7 @@ WRONG_VALUES = [
     ({"growth_interval": 2**31}, r"`growth_interval` .* below 2\*\*31, got 2147483648"),
     ({"hysteresis": 0}, r"`hysteresis` must be at least 1 and below 2\*\*31, got 0"),
     ({"hysteresis_refill": "never"}, r'"finite" or "growth", got \'never\''),
+    ({"hysteresis_refill": "grow"}, r'"finite" or "growth", got \'grow\''),
 ]
 WRONG_TYPES = [
     ({"init_scale": "2**15"}, r"`init_scale` must be a number, got '2\*\*15' of"),
@@ -250,6 +272,12 @@ SHOWN = [
     ),
     (ols.presets.torch(enabled=False), "no_loss_scale()"),
     (
+        ols.headroom_loss_scale(8.0),
+        "headroom_loss_scale(init_scale=8.0, history=2400, recent=64, "
+        "margin_bits=0.75, min_scale=5.960464477539063e-08, max_scale=16777216.0, "
+        "dtype=float16)",
+    ),
+    (
         ols.LossScale(abs, max, skips=False),  # One's own.
         "LossScale(init=<built-in function abs>, adjust=<built-in function max>, "
         "skips=False, needs_grads_max=False)",
@@ -272,6 +300,26 @@ def test_a_rule_shows_its_settings(rule, expected):
 def test_a_rule_of_your_own_shows_its_fields_and_no_settings(rule):
     assert rule.settings == {}
     assert repr(rule).startswith("LossScale(init=")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ols.static_loss_scale(True), "`scale` must be a number, got True"),
+        (lambda: ols.static_loss_scale("8"), "`scale` must be a number, got '8'"),
+        (
+            lambda: ols.static_loss_scale(8.0, skip_nonfinite=None),
+            "`skip_nonfinite` must be True or False, got None",
+        ),
+        (
+            lambda: jax.jit(lambda scale: ols.static_loss_scale(scale).init())(8.0),
+            "`scale` must be a concrete number",
+        ),
+    ],
+)
+def test_the_static_rule_refuses_what_is_no_number_or_flag(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.compat import enable_x64
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 RNG = np.random.default_rng(0)
@@ -176,6 +177,47 @@ def test_auxiliary_data_and_leaves_that_are_held_fixed_pass():
     assert_same_bits({name: grads[name] for name in PARAMS}, expected)
 
 
+def test_a_list_of_a_loss_and_auxiliary_data_is_taken_for_a_pair():
+    inside = ols.scaled_backward(lambda x: [x**2, "aux"], SCALE, has_aux=True)
+    loss, aux = inside(jnp.float32(3.0))
+    assert (loss, aux) == (9.0, "aux")
+
+
+class Trainer:
+    def loss(self, params, x):
+        return loss_fn(params, x)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda *, params, x: loss_fn(params, x),
+        jax.jit(loss_fn),
+        ols.autocast(loss_fn),
+        Trainer().loss,
+    ],
+    ids=["keywords only", "jit", "autocast", "method"],
+)
+def test_parameters_may_be_passed_by_name(fun):
+    by_name = lambda fun: jax.grad(lambda p: fun(params=p, x=X))(PARAMS)  # noqa: E731
+    assert_same_bits(by_name(ols.scaled_backward(fun, SCALE)), by_name(fun))
+
+
+@pytest.mark.parametrize("scale", [np.float32(SCALE), np.asarray(SCALE), int(SCALE)])
+def test_the_scale_may_be_a_number_of_any_kind(scale):
+    inside = ols.scaled_backward(loss_fn, scale)
+    assert_same_bits(jax.grad(inside)(PARAMS, X), jax.grad(INSIDE)(PARAMS, X))
+
+
+def test_complex_and_float64_parameters_have_true_gradients():
+    with enable_x64(True):
+        for dtype in (jnp.complex64, jnp.float64, jnp.complex128):
+            params = jnp.ones(2, dtype)
+            loss = lambda p: jnp.sum(jnp.abs(p) ** 2)  # noqa: E731
+            actual = jax.grad(ols.scaled_backward(loss, SCALE))(params)
+            assert_same_bits(actual, jax.grad(loss)(params))
+
+
 @pytest.mark.parametrize("autocast", [lambda fun: fun, ols.autocast])
 def test_a_network_may_be_given_where_the_loss_cannot(autocast):
     def network(params, x):
@@ -207,7 +249,7 @@ def test_several_arguments():
 
 
 @pytest.mark.parametrize(
-    "argnums", [1, -1, (1,), [-1], iter([1]), np.asarray([1]), (0, 1)]
+    "argnums", [1, -1, (1,), [-1], iter([1]), np.asarray([1]), (0, 1), np.int64(1)]
 )
 def test_argnums_name_the_parameters(argnums):
     def loss(x, params):
@@ -243,6 +285,10 @@ def test_the_gradient_of_an_argument_that_was_not_named_is_the_true_one():
     for x in (X, X.astype(jnp.float16)):
         expected = jax.grad(loss_fn, (0, 1))(PARAMS, x)
         assert_same_bits(jax.grad(INSIDE, (0, 1))(PARAMS, x), expected)
+    of_tree = lambda params, batch: loss_fn(params, batch["x"])  # noqa: E731
+    inside, batch = ols.scaled_backward(of_tree, SCALE), {"x": X}
+    expected = jax.grad(of_tree, 1)(PARAMS, batch)
+    assert_same_bits(jax.grad(inside, 1)(PARAMS, batch), expected)
     by_name = jax.grad(lambda x: INSIDE(PARAMS, x=x))(X)
     assert_same_bits(by_name, jax.grad(loss_fn, 1)(PARAMS, X))
 
@@ -331,6 +377,20 @@ def test_a_module_that_is_not_differentiated_keeps_what_the_function_changes():
 
     inside = ols.scaled_backward(loss, SCALE)
     assert_same_bits(statistics(inside), statistics(loss))
+
+
+def test_a_module_may_gain_variables_in_the_call():
+    class Remembering(nnx.Linear):
+        def __call__(self, x):
+            y = super().__call__(x)
+            self.a_first_one = nnx.Intermediate(y)
+            return y
+
+    def run(fun):
+        model = Remembering(3, 2, rngs=nnx.Rngs(0))
+        return plain_numbers((nnx.value_and_grad(fun)(model, X), nnx.state(model)))
+
+    assert_same_bits(run(ols.scaled_backward(net_loss, SCALE)), run(net_loss))
 
 
 @pytest.mark.slow
@@ -453,10 +513,18 @@ def test_without_the_setting_the_second_division_is_warned_of():
 
 
 def test_parameters_below_float32_are_refused_when_they_are_differentiated():
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    INSIDE(half, X)
-    with pytest.raises(TypeError, match=r"float32 or wider, got bfloat16.*cast_params"):
-        jax.grad(INSIDE)(half, X)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        low = jax.tree.map(lambda p, dtype=dtype: p.astype(dtype), PARAMS)
+
+        def widened(params, x):
+            params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            return loss_fn(params, x)
+
+        inside = ols.scaled_backward(widened, SCALE)
+        inside(low, X)
+        message = rf"float32 or wider, got {dtype}.*cast_params"
+        with pytest.raises(TypeError, match=message):
+            jax.grad(inside)(low, X)
 
 
 @pytest.mark.parametrize(
@@ -464,6 +532,7 @@ def test_parameters_below_float32_are_refused_when_they_are_differentiated():
     [
         (lambda: ols.scaled_backward(loss_fn, 0.0), ValueError, "must be positive"),
         (lambda: ols.scaled_backward(1.0, 2.0), TypeError, "must be a function"),
+        (lambda: ols.scaled_backward(loss_fn, "8"), TypeError, "must be a number"),
         (
             lambda: ols.scaled_backward(loss_fn, {"w": jnp.ones(2)}),
             ValueError,

@@ -1,6 +1,7 @@
 """scale and unscale, leaf by leaf."""
 
 import concurrent.futures
+import functools
 import threading
 
 import equinox as eqx
@@ -42,6 +43,13 @@ def test_unscale_multiplies_by_the_reciprocal_of_the_scale():
         np.testing.assert_array_equal(function(jnp.asarray(grads)), product)
 
 
+@pytest.mark.parametrize("function", [ols.scale, ols.unscale])
+def test_outside_jit_all_leaves_are_one_dispatch(function):
+    tree = {"w": jnp.ones((2, 3)), "b": jnp.ones(3, jnp.float16)}
+    program = jax.make_jaxpr(lambda tree: function(tree, STATE))(tree)
+    assert len(program.eqns) == 1
+
+
 def test_a_float64_gradient_is_unscaled_in_float64():
     with enable_x64(True):
         grads = jnp.asarray([5.0, 7.0], jnp.float64)
@@ -53,8 +61,19 @@ def test_scale_accepts_a_callable_pytree_and_refuses_a_function():
     state = ols.static_loss_scale(8.0).init()
     doubled = jax.tree_util.Partial(lambda x: 2 * x, jnp.ones(2))
     assert ols.scale(doubled, state).args[0].tolist() == [8.0, 8.0]
-    with pytest.raises(TypeError, match="`tree` must hold arrays, got the function"):
-        ols.scale(lambda x: x, state)
+    linear = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    assert ols.scale(linear, state).weight == 8 * linear.weight
+    for function in (abs, lambda x: x, functools.partial(abs), jax.jit(abs)):
+        with pytest.raises(TypeError, match="`tree` must hold arrays, got the functio"):
+            ols.scale(function, state)
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_stacked_state_has_no_scale_for_all(members):
+    states = jax.vmap(lambda _: ols.dynamic_loss_scale().init())(jnp.arange(members))
+    message = rf"must be a scalar, got shape \({members},\).*inside `pmap` or `vmap`"
+    with pytest.raises(ValueError, match=message):
+        ols.scale(1.0, states)
 
 
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**24])
@@ -81,7 +100,11 @@ def test_scale_keeps_an_infinite_real_part_out_of_the_imaginary_part():
 
 def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
     tree = {"w": {"a": jnp.ones(2), "b": jnp.ones(2)}, "fp8": jnp.ones(2, jnp.float16)}
-    for mask in ({"w": True, "fp8": False}, lambda tree: {k: k == "w" for k in tree}):
+    for mask in (
+        {"w": True, "fp8": False},
+        {"w": np.bool_(True), "fp8": np.bool_(False)},
+        lambda tree: {k: k == "w" for k in tree},
+    ):
         out = ols.unscale(tree, STATE, mask=mask)
         assert out["fp8"] is tree["fp8"]
         assert out["w"]["a"].tolist() == [2.0**-10] * 2

@@ -463,7 +463,12 @@ def test_a_rule_that_keeps_the_scale_allows_a_number_in_the_loss(number):
             loss_scale=state.loss_scale
         ),
     )
-    for rule in (static, own):
+
+    def counting(state, finite):
+        return static.adjust(state, finite)._replace(rule_state=state.rule_state + 1)
+
+    with_state = static.init()._replace(rule_state=jnp.int32(0))
+    for rule in (static, own, ols.LossScale(lambda: with_state, counting)):
         tx = ols.loss_scaled(optax.sgd(0.1), rule)
 
         @jax.jit
@@ -482,7 +487,9 @@ def test_an_eager_loop_may_close_over_the_state():
 
 
 def test_a_constant_scale_under_jit_is_not_warned_of_if_it_never_changes():
-    for rule in (ols.static_loss_scale(8.0), ols.no_loss_scale()):
+    static = ols.static_loss_scale(8.0)
+    own = static._replace(init=lambda: static.init()._replace(rule_state={}))
+    for rule in (static, own, ols.no_loss_scale()):
         state = ols.loss_scaled(optax.sgd(0.1), rule).init(PARAMS)
         without_warning(jax.jit(lambda p, s=state: scaled(p, s, X)), PARAMS)
 
@@ -493,14 +500,67 @@ def test_the_warning_of_a_constant_names_the_line_that_scales():
     assert [warning.filename for warning in seen] == [__file__]
 
 
+def always_doubling():
+    static = ols.static_loss_scale(8.0)
+
+    def adjust(state, finite):
+        state = static.adjust(state, finite)
+        return state._replace(loss_scale=2 * state.loss_scale)
+
+    return static._replace(adjust=adjust)
+
+
 @pytest.mark.parametrize(
-    "rule", [ols.headroom_loss_scale(), ols.dynamic_loss_scale(), ols.presets.torch()]
+    "rule",
+    [
+        ols.headroom_loss_scale(),
+        ols.dynamic_loss_scale(),
+        ols.presets.torch(),
+        always_doubling(),
+    ],
 )
 def test_gradients_without_the_scale_are_warned_of_under_every_rule(rule):
     tx = ols.loss_scaled(optax.sgd(0.1), rule)
     step = jax.jit(lambda p, s: tx.update(jax.grad(loss_fn)(p, X), s, p))
     with pytest.warns(UserWarning, match="computed without it"):
         step(PARAMS, tx.init(PARAMS))
+
+
+def test_a_scaled_leaf_outside_the_mask_does_not_hide_the_others():
+    tx = ols.loss_scaled(optax.sgd(0.1), unscale_mask={"w": True, "b": False})
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        grads["b"] = scaled(params, state, x)["b"]
+        return tx.update(grads, state, params)
+
+    with pytest.warns(UserWarning, match="computed without it"):
+        step(PARAMS, tx.init(PARAMS), X)
+
+
+def test_a_scalar_parameter_in_half_precision_is_not_taken_for_a_scale():
+    def loss(params):
+        return jnp.mean((params["gain"] * X).astype(jnp.float32)) ** 2
+
+    step = jax.jit(lambda p, s: TX.update(jax.grad(loss)(p), s, p))
+    params = {"gain": jnp.ones((), jnp.float16)}
+    with pytest.warns(UserWarning, match="computed without it"):
+        step(params, TX.init(params))
+
+
+def test_a_rule_that_keeps_the_scale_allows_a_temperature_that_cancels():
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(2.0**10))
+
+    @jax.jit
+    def step(params, state, x, temperature):
+        def loss(params):
+            low = jax.tree.map(lambda p: p / temperature, params)
+            return 2.0**10 * temperature * jnp.mean(x @ low["w"])
+
+        return tx.update(jax.grad(loss)(params), state, params)
+
+    without_warning(step, PARAMS, tx.init(PARAMS), X, 2.0)
 
 
 def test_a_rule_that_keeps_the_scale_allows_no_other_mistake():

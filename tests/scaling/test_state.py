@@ -93,8 +93,9 @@ def test_find_unwraps_and_set_rewraps_the_arrays_of_an_nnx_optimizer():
         (nnx.state(nnx_optimizer(TX)), r"`nnx.split`, `nnx.state`.*flatten"),
         (TX, r"Pass the state that its `init` returns"),
         (ols.dynamic_loss_scale(), r"Pass the state that its `init` returns"),
+        (optax.MultiSteps(TX, 2), r"Pass the state that its `init` returns"),
     ],
-    ids=["dict", "plain NNX", "split NNX", "optimizer", "rule"],
+    ids=["dict", "plain NNX", "split NNX", "optimizer", "rule", "MultiSteps"],
 )
 def test_find_without_a_state_says_what_to_do(tree, message):
     with pytest.raises(ValueError, match=message):
@@ -142,9 +143,11 @@ def test_a_path_picks_a_state_inside_optax_partition():
 
 
 def test_set_at_a_path_leaves_every_other_state_alone():
-    changed = ols.set_loss_scale(two_states(), 4, path="gen")
-    assert ols.find_loss_scale_state(changed, path="gen").loss_scale == 4
-    assert_same_bits(changed["critic"], two_states()["critic"])
+    state = TX.init(PARAMS)
+    for states in (two_states(), {"gen": state, "critic": state}):
+        changed = ols.set_loss_scale(states, 4, path="gen")
+        assert ols.find_loss_scale_state(changed, path="gen").loss_scale == 4
+        assert_same_bits(changed["critic"], states["critic"])
 
 
 def test_set_changes_only_the_scale():
@@ -181,6 +184,11 @@ def test_set_works_under_jit_and_keeps_the_old_scale_for_an_unusable_value():
 def test_set_gives_every_member_of_a_stacked_state_the_scale():
     states = jax.vmap(lambda _: ols.dynamic_loss_scale().init())(jnp.arange(3))
     assert ols.set_loss_scale(states, 8.0).loss_scale.tolist() == [8.0] * 3
+    each = [8.0, 16.0, 32.0]
+    assert ols.set_loss_scale(states, jnp.asarray(each)).loss_scale.tolist() == each
+    values = jnp.asarray([8.0, jnp.nan, 32.0])
+    changed = jax.jit(lambda *args: ols.set_loss_scale(*args))(states, values)
+    assert changed.loss_scale.tolist() == [8.0, 2.0**15, 32.0]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ def after(history, rule=RULE):
 def test_metrics_count_the_skipped_steps_and_become_json(history, expected, x64):
     with enable_x64(x64):
         metrics = ols.loss_scale_metrics(after(history))
-    assert metrics["skip_rate"].dtype == jnp.float32
+    kinds = {name: metrics[name].dtype.name for name in metrics}
+    counts = dict.fromkeys(["notfinite_count", "total_notfinite"], "int32")
+    floats = dict.fromkeys(["loss_scale", "skip_rate"], "float32")
+    assert kinds == {"last_finite": "bool", **counts, **floats}
     text = json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))
     names = "loss_scale", "last_finite", "notfinite_count", "total_notfinite"
     assert json.loads(text) == dict(zip([*names, "skip_rate"], expected, strict=True))
@@ -58,6 +61,19 @@ def test_raise_if_stalled_warns_of_a_scale_at_its_floor():
     assert [warning.filename for warning in warnings] == [__file__]
 
 
+def applied(scale, steps):
+    state = ols.static_loss_scale(scale).init()
+    return state._replace(step_count=jnp.int32(steps))
+
+
+def test_raise_if_stalled_warns_of_a_member_at_its_floor_and_of_a_lower_one():
+    members = applied(2.0**15, 60), applied(2.0**-24, 60)
+    states = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    for state in (states, applied(2.0**-30, 60)):
+        with pytest.warns(UserWarning, match="at which float16 gradients are zero"):
+            ols.raise_if_stalled(state)
+
+
 def test_raise_if_stalled_says_nothing_of_a_scale_above_its_floor():
     state = ols.dynamic_loss_scale(2.0**-23).init()
     ols.raise_if_stalled(state._replace(step_count=jnp.int32(60)))
@@ -73,16 +89,38 @@ def test_raise_if_stalled_says_scale_counts_and_what_to_look_at():
 
 
 def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
-    states = jax.tree.map(lambda *x: jnp.stack(x), after([True, True]), after([False]))
-    message = r"the last 1 steps .* 1 of 2 in all\), and the loss scale is 512\."
-    with pytest.raises(ols.LossScaleStalledError, match=message):
-        ols.raise_if_stalled(states, max_consecutive=1)
+    members = [after([False, True, True]), after([False, False])]
+    message = r"the last 2 steps .* 2 of 3 in all\), and the loss scale is 256\."
+    for order in (members, members[::-1]):
+        states = jax.tree.map(lambda *x: jnp.stack(x), *order)
+        with pytest.raises(ols.LossScaleStalledError, match=message):
+            ols.raise_if_stalled(states, max_consecutive=1)
+
+
+def test_metrics_have_an_entry_for_each_member_of_an_ensemble():
+    members = after([False, True]), after([])
+    states = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    metrics = ols.loss_scale_metrics(states)
+    assert metrics["skip_rate"].tolist() == [0.5, 0.0]
+    assert metrics["loss_scale"].tolist() == [512.0, 1024.0]
+
+
+def test_raise_if_stalled_reads_a_state_beside_traced_arrays():
+    def loss(rate):
+        ols.raise_if_stalled({"rate": rate, "state": RULE.init()})
+        return rate**2
+
+    assert jax.grad(loss)(3.0) == 6.0
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: ols.raise_if_stalled(RULE.init(), 0), ValueError, "`max_consecutive`"),
+        *(
+            (lambda n=n: ols.raise_if_stalled(RULE.init(), n), TypeError, "an integer")
+            for n in (True, 50.7, "50")
+        ),
         (
             lambda: jax.jit(lambda state: ols.raise_if_stalled(state))(RULE.init()),
             TypeError,
@@ -115,11 +153,21 @@ def test_metrics_give_the_norm_of_the_unscaled_gradients(run):
         (jnp.asarray([jnp.inf, 1.0]), jnp.inf),
         ({"w": jnp.full(1, 2048, jnp.float16), "n": jnp.arange(3), "f": None}, 2.0),
         (Twins(*(jnp.full(1, 1024.0) for _ in range(4))), 2.0),
+        ([jnp.full(1, 1024.0 * (2 + 3j)), jnp.full(3, 1024.0)], 4.0),
+        ({}, 0.0),
     ],
-    ids=["overflow", "leaves that are not floating", "leaves of one key"],
+    ids=["overflow", "not floating", "leaves of one key", "complex", "none"],
 )
 def test_the_gradient_norm_counts_every_floating_leaf(grads, expected):
     assert ols.loss_scale_metrics(RULE.init(), grads=grads)["grad_norm"] == expected
+
+
+def test_the_gradient_norm_is_computed_in_float32_or_wider():
+    norm = lambda g: ols.loss_scale_metrics(RULE.init(), grads=g)["grad_norm"]  # noqa: E731
+    # A TPU would round a product of matrices to bfloat16.
+    assert "dot_general" not in str(jax.make_jaxpr(norm)(jnp.ones(3)))
+    with enable_x64(True):
+        assert float(norm(jnp.asarray([1024.0 * 2.0**130]))) == 2.0**130
 
 
 WARNING = (
@@ -202,6 +250,43 @@ def test_warn_after_sees_one_member_of_an_ensemble():
         return opt_state
 
     assert warnings_of(lambda: run(opt_state)) == [WARNING]
+
+
+def test_members_of_an_ensemble_are_warned_of_together_or_each_at_its_own_step():
+    update = jax.jit(jax.vmap(OPTIMIZER.update))
+
+    def run(first_bad):
+        opt_state = jax.vmap(OPTIMIZER.init)(jnp.ones((2, 2)))
+        for step in range(6):
+            bad = step >= jnp.asarray(first_bad)
+            grads = jnp.where(bad[:, None], jnp.nan, jnp.ones((2, 2)))
+            _, opt_state = update(grads, opt_state)
+
+    assert warnings_of(lambda: run([0, 0])) == [WARNING]
+    assert len(warnings_of(lambda: run([0, 2]))) == 2
+
+
+def test_the_warning_shows_a_small_scale():
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(2.0**-24), warn_after=1)
+    bad = jnp.full(2, jnp.nan)
+    (message,) = warnings_of(lambda: jax.jit(tx.update)(bad, tx.init(bad)))
+    assert "the loss scale is 5.96046e-08. (Look" in message
+
+
+def test_a_step_with_nothing_to_say_does_not_call_the_host(monkeypatch):
+    pure_callback, calls = jax.pure_callback, []
+
+    def counting(function, *args, **kwargs):
+        def counted(*arrays):
+            calls.append(arrays)
+            return function(*arrays)
+
+        return pure_callback(counted, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "pure_callback", counting)
+    history = [True, False, False, True, False, False, False, False]
+    assert warnings_of(lambda: steps_of(history, OPTIMIZER.init(jnp.ones(2))))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("rule", [RULE, ols.no_loss_scale()])

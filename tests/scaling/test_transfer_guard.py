@@ -54,6 +54,16 @@ def test_what_reads_a_state_outside_jit_sends_nothing(reader, name):
     assert not refuses(READERS[reader], state)
 
 
+def test_a_verdict_that_is_an_array_is_counted_outside_jit_without_sending():
+    rule, verdict = RULES["static"], jnp.asarray(True)
+    assert not refuses(rule.adjust, rule.init(), verdict)
+
+
+def test_a_first_state_logs_no_transfer(capfd):
+    RULES["dynamic"].init()
+    assert capfd.readouterr().err == ""
+
+
 @of_all_rules
 def test_a_first_state_is_made_where_optax_makes_its_own(name):
     sgd = optax.sgd(0.1)

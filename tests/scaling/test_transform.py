@@ -19,6 +19,7 @@ PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0
 GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)
 SCALE = 2.0**10
 RULE = ols.dynamic_loss_scale(SCALE)
+STATIC = ols.static_loss_scale(SCALE)
 
 
 def scaled(grads, factor=SCALE):
@@ -300,6 +301,53 @@ def test_no_loss_scale_casts_nothing_where_a_step_may_be_rejected(accept):
     assert state.inner_state.dtype == jnp.float32
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("finite", [True, False])
+def test_an_inner_state_keeps_the_dtype_that_it_has_at_first(finite):
+    inner = optax.GradientTransformation(
+        lambda params: jnp.ones(2, jnp.float16),
+        lambda grads, state, params: (grads, state.astype(jnp.float32) + 1),
+    )
+    tx = ols.loss_scaled(inner, RULE)
+    grads = jnp.ones(2) if finite else jnp.full(2, jnp.nan)
+    _, state = tx.update(grads, tx.init(jnp.ones(2)), jnp.ones(2))
+    expected = jnp.full(2, 2.0 if finite else 1.0, jnp.float16)
+    assert_same_bits(state.inner_state, expected)
+
+
+def test_a_mask_that_is_a_function_is_given_the_gradients():
+    def is_half(grads):
+        return jax.tree.map(lambda g: g.dtype == jnp.float16, grads)
+
+    tx = ols.loss_scaled(optax.identity(), RULE, unscale_mask=is_half)
+    grads = {"w": jnp.full(2, SCALE, jnp.float16), "b": jnp.ones(2)}
+    params = jax.tree.map(jnp.ones_like, grads)
+    for target in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
+        updates, _ = tx.update(grads, tx.init(target), target)
+        assert_same_bits(updates, {"w": jnp.ones(2), "b": jnp.ones(2)})
+
+
+def test_an_optimizer_is_made_without_computing_anything():
+    """So a module may make one before `jax.distributed.initialize`."""
+    are_traced = []
+
+    def init():
+        state = STATIC.init()
+        are_traced.append(isinstance(state.loss_scale, jax.core.Tracer))
+        return state
+
+    ols.loss_scaled(adam(), ols.LossScale(init, STATIC.adjust))
+    assert all(are_traced)
+
+
+def test_finite_gradients_that_are_unscaled_already_are_not_checked_as_scaled_ones():
+    tx = ols.loss_scaled(optax.identity(), ols.static_loss_scale(2.0**-24))
+    grads = jnp.full(2, 2.0**105)
+    updates, state = tx.update(grads, tx.init(grads), grads, grads_unscaled=True)
+    assert state.loss_scale_state.last_finite
+    assert_same_bits(updates, grads)
+
+
 @pytest.mark.parametrize(
     ("rule", "other"),
     [
@@ -313,7 +361,8 @@ def test_a_state_of_another_rule_is_refused(rule, other):
     # Otherwise gradients scaled by one rule would not be unscaled by the other.
     tx, saved = ols.loss_scaled(adam(), rule), ols.loss_scaled(adam(), other)
     state = saved.init(PARAMS)
-    message = r"`state` must be .* this optimizer's own rule, .*\(To change the rule:"
+    got = re.escape(str(state.loss_scale_state.rule_state))
+    message = rf"`state` must be .* own rule, got {got}\. \(To change the rule:"
     with pytest.raises(ValueError, match=message):
         tx.update(GRADS, state, PARAMS)
     tx.update(GRADS, ols.adopt_inner_state(state.inner_state, rule), PARAMS)
@@ -342,6 +391,8 @@ WRONG_RULES = [
     (functools.partial(ols.static_loss_scale, 8.0), r"mean `loss_scale\(\)`"),
     (lambda: ols.no_loss_scale(), r"Did you mean `loss_scale\(\)`"),
     (8.0, r"Did you mean `static_loss_scale"),
+    (0, "got 0 of type int"),
+    (False, "got False of type bool"),
     ("dynamic", "got 'dynamic'"),
 ]
 
@@ -370,7 +421,11 @@ def test_an_inner_optimizer_of_the_wrong_type_is_refused(call, inner, hint):
 
 @pytest.mark.parametrize(
     ("call", "flag"),
-    [(ols.loss_scaled, "check_updates"), (ols.master_weights, "compact")],
+    [
+        (ols.loss_scaled, "check_updates"),
+        (ols.loss_scaled, "grads_unscaled"),
+        (ols.master_weights, "compact"),
+    ],
 )
 def test_a_flag_must_be_true_or_false(call, flag):
     with pytest.raises(TypeError, match=f"`{flag}` must be True or False, got 'yes'"):
@@ -382,8 +437,10 @@ def test_what_is_already_loss_scaled_is_refused():
     inner = optax.chain(ols.loss_scaled(optax.sgd(0.1)), optax.scale(1.0))
     with pytest.raises(ValueError, match="`inner` must not be loss-scaled itself"):
         ols.loss_scaled(inner).init(jnp.ones(1))
-    with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
-        ols.adopt_inner_state(inner.init(jnp.ones(1)))
+    state = inner.init(jnp.ones(1))
+    for saved in (state, state[0].loss_scale_state):
+        with pytest.raises(ValueError, match="`inner_state` must not be loss-scaled"):
+            ols.adopt_inner_state(saved)
 
 
 def test_differentiating_through_a_bad_step_gives_no_nan():
@@ -518,7 +575,23 @@ def test_in_an_ensemble_only_the_bad_member_skips():
     np.testing.assert_array_equal(updates["w"], expected)
 
 
-@pytest.mark.parametrize("rule", RULES_THAT_SKIP)
+@pytest.mark.parametrize("over", [lambda function: function, jax.vmap])
+def test_a_second_step_outside_jit_compiles_nothing(over, caplog):
+    tx = ols.loss_scaled(adam(), RULE)
+    params = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    state, update = over(tx.init)(params), over(tx.update)
+    _, state = update(params, state, params)
+    with jax.log_compiles():
+        jax.jit(lambda x: x + 1)(params["w"])
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        update(params, state, params)
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rule", [*RULES_THAT_SKIP, ols.headroom_loss_scale(SCALE, history=4, recent=4)]
+)
 def test_every_donated_buffer_is_reused(rule):
     # A GPU is slower if results have other addresses than those of the last step.
     tx = ols.loss_scaled(adam(), rule)

@@ -62,18 +62,67 @@ def test_grads_finite_is_an_overflow_and_accept_is_not(poison, verdicts, expecte
     assert new.loss_scale_state.total_notfinite == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "none"])
-def test_devices_skip_together_if_one_of_them_does_not_accept(name):
+@pytest.mark.parametrize(
+    ("verdict", "name"),
+    [
+        ("accept", "dynamic"),
+        ("accept", "none"),
+        ("grads_finite", "dynamic"),
+        ("grads_finite", "headroom"),
+    ],
+)
+def test_devices_skip_together_if_the_verdict_of_one_is_false(verdict, name):
     tx, opt_state = make(name, axis_name="batch")
 
-    def step(opt_state, accept):
-        return tx.update(ols.scale(GRADS, opt_state), opt_state, PARAMS, accept=accept)
+    def step(opt_state, given):
+        grads = ols.scale(GRADS, opt_state)
+        return tx.update(grads, opt_state, PARAMS, **{verdict: given})
 
-    accept = jnp.asarray([True, False, True])
+    given = jnp.asarray([True, False, True])
     mapped = jax.jit(jax.vmap(step, (None, 0), axis_name="batch"))
-    updates, new = mapped(opt_state, accept)
+    updates, new = mapped(opt_state, given)
     np.testing.assert_array_equal(updates, np.zeros((3, 2)))
     np.testing.assert_array_equal(new.loss_scale_state.total_notfinite, [1, 1, 1])
+    assert len(set(ols.get_loss_scale(new).tolist())) == 1
+
+
+def own_rule(init_scale, *, skips=True, needs_grads_max=False):
+    """A rule whose `rule_state` is the verdict and the magnitude that it was told."""
+    static = ols.static_loss_scale(init_scale)
+    told = jnp.asarray(True), jnp.float32(0.0)
+
+    def adjust(state, grads_finite, grads_max=0.0):
+        told = grads_finite, jnp.asarray(grads_max, jnp.float32)
+        return static.adjust(state, grads_finite)._replace(rule_state=told)
+
+    init = lambda: static.init()._replace(rule_state=told)  # noqa: E731
+    return ols.LossScale(init, adjust, skips=skips, needs_grads_max=needs_grads_max)
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"needs_grads_max": True}, (False, np.inf)),
+        ({"skips": False}, (False, 0.0)),
+        ({}, (False, 0.0)),
+    ],
+)
+def test_a_rule_is_told_of_an_unusable_scale_as_of_an_overflow(
+    scale, settings, expected
+):
+    tx = ols.loss_scaled(adam(), own_rule(8.0, **settings))
+    _, new = tx.update(GRADS, with_scale(tx.init(PARAMS), scale), PARAMS)
+    assert tuple(map(float, new.loss_scale_state.rule_state)) == expected
+    assert not new.loss_scale_state.last_finite
+
+
+def test_a_rule_is_told_the_largest_magnitude_inside_the_mask():
+    rule, mask = own_rule(8.0, needs_grads_max=True), {"w": True, "amax": False}
+    tx = ols.loss_scaled(optax.identity(), rule, unscale_mask=mask)
+    grads = {"w": jnp.asarray([16.0, -24.0]), "amax": jnp.asarray([jnp.nan])}
+    _, new = tx.update(grads, tx.init(grads), grads)
+    assert new.loss_scale_state.rule_state[1] == 3.0
 
 
 @pytest.mark.parametrize(

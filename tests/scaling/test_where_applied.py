@@ -43,6 +43,7 @@ def test_new_is_kept_if_the_step_was_applied_and_old_if_it_was_skipped(run):
     [
         (jnp.ones(2), jnp.ones(()), r"same structure and shapes, got \(2,\) and \(\)"),
         (jnp.ones(3), jnp.ones(1), r"same structure and shapes, got \(3,\) and \(1,\)"),
+        (jnp.ones((3, 1)), jnp.ones((1, 3)), r"got \(3, 1\) and \(1, 3\)"),
         ([jnp.ones(2)], [None], r"structure and shapes, got \(2,\) and None"),
         ({"a": jnp.ones(2)}, {"b": jnp.ones(2)}, "pytree|Dict key"),
     ],
@@ -59,16 +60,17 @@ def test_each_member_of_a_stacked_state_selects_its_own_rows():
     np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
 
 
-@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("finite", [True, False, jnp.float32(1), jnp.float32(0)])
 def test_a_restored_state_selects_too(finite):
     state = ols.dynamic_loss_scale().init()._replace(last_finite=finite)
     kept = ols.where_applied(state, jnp.ones(()), jnp.zeros(()))
-    assert bool(kept) == finite
+    assert bool(kept) == bool(finite)
 
 
 @pytest.mark.parametrize("old", [2, 2.0, np.float64(2), np.asarray(2)])
 def test_an_old_number_gets_the_dtype_of_the_new_one(old):
     assert_same_bits(ols.where_applied(SKIPPED, jnp.float16(1), old), jnp.float16(2))
+    assert_same_bits(ols.where_applied(SKIPPED, jnp.int32(1), old), jnp.int32(2))
 
 
 def test_arrays_that_a_step_leaves_alone_may_be_the_same_in_both_trees():
