@@ -1,5 +1,6 @@
 """Several devices: all skip together, and they exchange nothing but the verdict."""
 
+import contextlib
 import functools
 
 import jax
@@ -259,6 +260,7 @@ BY_MAXIMUM = ols.headroom_loss_scale(SCALE)
 @pytest.mark.parametrize(
     ("axis_type", "specs", "rule", "scalar", "most"),
     [
+        (None, BY_COLUMNS, RULE, "pred[]", 1),  # The mesh is not set.
         (AxisType.Auto, BY_COLUMNS, RULE, "pred[]", 1),
         (AxisType.Auto, BY_COLUMNS, BY_MAXIMUM, "f32[]", 1),
         (AxisType.Explicit, BY_COLUMNS, BY_MAXIMUM, "f32[]", 1),
@@ -270,10 +272,10 @@ BY_MAXIMUM = ols.headroom_loss_scale(SCALE)
 def test_the_check_needs_few_collectives_that_carry_only_scalars(
     axis_type, specs, rule, scalar, most
 ):
-    mesh = make_mesh(axis_type, (4, 2))
+    mesh = make_mesh(axis_type or AxisType.Auto, (4, 2))
     params = matrices(mesh, specs)
     tx = ols.loss_scaled(adam(), rule)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if axis_type else contextlib.nullcontext():
         # XLA packs the leaves' scalars into one operation.
         found = collectives(tx.update, params, jax.jit(tx.init)(params), params)
     assert 1 <= len(found) <= most
@@ -363,6 +365,24 @@ def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(che
     updates, after = step(grads, state, params)
     assert updates["c"].all()
     assert types((updates, after)) == types((params, state))
+
+
+@CHECK_VMA
+def test_in_shard_map_what_one_row_of_devices_does_not_accept_all_devices_skip(
+    check_vma,
+):
+    tx = ols.loss_scaled(adam(), RULE, axis_name=["data", "model"])
+    state = tx.init(PARAMS)
+
+    def step(params, state, losses):
+        return tx.update(params, state, params, accept=losses[0] < 3.0)
+
+    step = over_devices(
+        step, (P(), P(), P("data")), P(), shape=(4, 2), check_vma=check_vma
+    )
+    for losses, total in (([1.0, 2.0, 3.0, 1.0], 1), ([1.0] * 4, 0)):
+        _, after = step(PARAMS, state, jnp.asarray(losses))
+        assert after.loss_scale_state.total_notfinite == total
 
 
 @CHECK_VMA

@@ -219,6 +219,14 @@ def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(count, axis_ty
 
 
 @pytest.mark.several_devices
+def test_leaves_are_not_local_to_one_of_several_processes(are_local, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    assert not _finite._are_local()
+
+
+@pytest.mark.several_devices
 def test_leaves_are_local_where_every_axis_is_manual():
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "model"))
     seen = []

@@ -372,7 +372,9 @@ def test_a_number_may_be_the_update(constant):
     assert_same_bits(jax.jit(run)(BAD, state), (jnp.float32(-0.0), state))
 
 
-@pytest.mark.parametrize("count", [jnp.int32(0), jnp.zeros(2, jnp.int32)])
+@pytest.mark.parametrize(
+    "count", [jnp.int32(0), jnp.zeros(2, jnp.int32), jnp.zeros(1), jnp.zeros(())]
+)
 def test_the_bias_correction_of_a_bad_first_step_divides_nothing_by_zero(count):
     def corrected(grads, state):
         moment, count = state
