@@ -7,7 +7,11 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.history import scales_after
 from optax_lossscale import demo
+
+TINY = 2.0**-130  # Subnormal; a CPU flushes it.
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +28,22 @@ def test_float16_subnormals_are_not_flushed():
     exact = grads.astype(np.float32) / 2**10
     unscaled = jax.jit(ols.unscale)(jnp.asarray(grads), state)
     np.testing.assert_array_equal(unscaled, exact)
+
+
+@pytest.mark.parametrize(
+    ("settings", "maxima"),
+    [
+        ({}, [TINY]),
+        ({}, [TINY, np.inf]),
+        ({"init_scale": 2.0**-20, "recent": 4}, [TINY] * 8),
+        ({}, [1.5] * 20 + [np.inf] * 3 + [TINY] * 2),
+    ],
+    ids=["once", "before an overflow", "in a row", "after a search"],
+)
+def test_subnormal_gradients_count_as_zeros_as_on_a_cpu(settings, maxima):
+    rule = ols.headroom_loss_scale(**settings)
+    zeros = [0.0 if maximum == TINY else maximum for maximum in maxima]
+    assert_same_bits(scales_after(rule, maxima), scales_after(rule, zeros))
 
 
 def test_a_step_in_which_a_float16_matmul_overflows_is_skipped():
