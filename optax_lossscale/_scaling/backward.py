@@ -12,8 +12,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._ground.checks import check_scale
-from optax_lossscale._ground.cotangents import with_cotangent
-from optax_lossscale._ground.nnx import modules_of, states_of, updated
+from optax_lossscale._ground.cotangents import Change, with_cotangent
+from optax_lossscale._ground.nnx import (
+    is_module,
+    map_leaves,
+    modules_of,
+    states_of,
+    updated,
+)
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
@@ -53,7 +59,8 @@ def scaled_backward(
       argnums: The arguments with parameters, each a tree in float32 or wider. They may
         be passed by name. The gradients of other arguments are the true ones, too, but
         not those of modules among them and of what `fun` closes over.
-      has_aux: Whether `fun` returns a pair.
+      has_aux: Whether `fun` returns a pair. A gradient through the auxiliary data is
+        the true one, too.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -89,15 +96,14 @@ def scaled_backward(
         own, named, restore = _with_unscaled(fun, numbers, args, kwargs, number)
         result = fun(*own, **named)
         restore()
-        if not has_aux:
-            return with_cotangent(result, number, scale_leaves)
-        if not (isinstance(result, tuple | list) and len(result) == 2):
+        is_pair = isinstance(result, tuple | list) and len(result) == 2
+        if has_aux and not is_pair:
             raise TypeError(
                 "with `has_aux=True`, `fun` must return a pair of the loss and "
                 f"auxiliary data, got {type(result).__name__}."
             )
-        loss, aux = result
-        return with_cotangent(loss, number, scale_leaves), aux
+        # Auxiliary data too: a trainer may add one of them to the loss.
+        return _outside_modules(result, number, scale_leaves)
 
     return same_fun
 
@@ -128,18 +134,16 @@ def _with_unscaled(
     """The arguments, with cotangents that the scale is divided out of.
 
     Modules of `argnums` are changed in place, so the last result is a function that
-    changes them back, but for what was changed since. Other modules stay.
+    changes them back, but for what was changed since, which leaves `fun` as its results
+    do. Other modules stay.
     """
     places = [_place_of(fun, number, args, kwargs) for number in argnums]
     undo: list[Callable[[], None]] = []
 
     def unscaled(place: int | str, arg: PyTree) -> PyTree:
         if place not in places:
-            is_plain = not modules_of(arg)
-            return with_cotangent(arg, factor, unscale_leaves) if is_plain else arg
-        arg, back = _in_modules(
-            lambda tree: with_cotangent(tree, factor, _unscale_leaves), arg
-        )
+            return _outside_modules(arg, factor, unscale_leaves)
+        arg, back = _in_modules(arg, factor)
         undo.append(back)
         return arg
 
@@ -169,23 +173,34 @@ def _place_of(
     return name
 
 
-def _in_modules(
-    change: Callable[[PyTree], PyTree], tree: PyTree
-) -> tuple[PyTree, Callable[[], None]]:
-    """A changed tree of parameters, and a function that changes modules in it back."""
+def _outside_modules(tree: PyTree, factor: jax.Array, change: Change) -> PyTree:
+    """`with_cotangent` of everything but modules, which stay the same objects."""
     if not modules_of(tree):
-        return change(tree), lambda: None
-    old, structure = jax.tree.flatten(states_of(tree))
-    changed = jax.tree.leaves(change(states_of(tree)))
-    updated(tree, jax.tree.unflatten(structure, changed))
+        return with_cotangent(tree, factor, change)
+    return map_leaves(
+        lambda x: x if is_module(x) else with_cotangent(x, factor, change), tree
+    )
+
+
+def _in_modules(tree: PyTree, factor: jax.Array) -> tuple[PyTree, Callable[[], None]]:
+    """Parameters to differentiate, and a function that changes their modules back."""
+    states = states_of(tree)
+    own = with_cotangent(states, factor, _unscale_leaves)
+    if not modules_of(tree):
+        return own, lambda: None
+    pairs = zip(jax.tree.leaves(own), jax.tree.leaves(states), strict=True)
+    # The new array is kept too, so that no other one gets its identity.
+    before = {id(new): (new, old) for new, old in pairs}
+
+    def restored(leaf: PyTree) -> PyTree:
+        if id(leaf) in before:
+            return before[id(leaf)][1]
+        return with_cotangent(leaf, factor, scale_leaves)
 
     def restore() -> None:
-        now, structure = jax.tree.flatten(states_of(tree))
-        before = {id(new): x for new, x in zip(changed, old, strict=True)}
-        back = [before.get(id(leaf), leaf) for leaf in now]
-        updated(tree, jax.tree.unflatten(structure, back))
+        updated(tree, jax.tree.map(restored, states_of(tree)))
 
-    return tree, restore
+    return updated(tree, own), restore
 
 
 def _unscale_leaves(leaves: list[jax.Array], loss_scale: jax.Array) -> list[jax.Array]:
