@@ -309,7 +309,7 @@ class Counting(NamedTuple):
         self, counts: PyTree, finite: jax.Array
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         """Whether to grow, whether to back off, and the counts after a step."""
-        n, h = counts
+        n, h = (jnp.asarray(count, jnp.int32) for count in counts)
         # A damaged count, far below zero, would keep the scale from growing. Clipped,
         # it delays the next growth by one interval at most.
         n = optax.safe_increment(jnp.maximum(n, -self.growth_interval))

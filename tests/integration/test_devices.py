@@ -303,6 +303,16 @@ def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     assert not skipped.loss_scale_state.last_finite
 
 
+@AXIS_TYPES
+def test_the_norm_of_sharded_gradients_gathers_nothing(axis_type):
+    mesh = make_mesh(axis_type)
+    params = matrices(mesh, {"b": P(None, "data")})
+    state = ols.loss_scaled(adam(), RULE).init(PARAMS)
+    norm = lambda grads: ols.loss_scale_metrics(state, grads=grads)  # noqa: E731
+    found = collectives(norm, params)
+    assert {(*result, kind) for result, kind in found} == {("f32[]", "all-reduce")}
+
+
 def test_on_an_explicit_mesh_a_constant_changes_no_collective():
     mesh = make_mesh(AxisType.Explicit, (4, 2))
     params = matrices(mesh, TWO_AXES)

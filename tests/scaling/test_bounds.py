@@ -46,6 +46,12 @@ def test_the_cap_can_be_a_schedule_of_optax(make):
         assert scales_after(rule, [2.0**-20] * 4) == [2.0**10] * 2 + [2.0**5] * 2
 
 
+def test_a_cap_that_falls_applies_to_a_step_that_backs_off_too():
+    cap = lambda step: jnp.where(step < 2, 2.0**10, 2.0**5)  # noqa: E731
+    rule = ols.dynamic_loss_scale(2.0**15, max_scale=cap)
+    assert scales_after(rule, [1.0, 1.0, INF]) == [2.0**10] * 2 + [2.0**5]
+
+
 @pytest.mark.parametrize("backoff_factor", [0.5, 1 / 3])
 def test_an_overflow_never_raises_a_scale_that_was_set_below_the_floor(backoff_factor):
     rule = ols.dynamic_loss_scale(

@@ -20,6 +20,7 @@ from helpers import strategies
 from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
 from helpers.nodes import Foreign
+from helpers.programs import equations_of
 from optax_lossscale._scaling import finite as _finite
 
 
@@ -186,6 +187,15 @@ def test_leaves_of_one_shape_are_reduced_together_if_they_are_local(platform):
     traced = jax.jit(lambda leaves: ols.all_finite(leaves)).trace(leaves)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.reduce(") == 1 + (1 if _finite._are_local() else 12)
+
+
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_the_results_of_many_leaves_are_not_combined_one_by_one(function):
+    """XLA would take minutes to compile a chain of a thousand operations."""
+    leaves = [jnp.ones((n + 1, 2)) for n in range(20)]
+    program = jax.make_jaxpr(lambda leaves: function(leaves))(leaves)
+    names = [equation.primitive.name for equation in equations_of(program)]
+    assert not {"max", "min", "and", "gt"} & {*names}
 
 
 def test_only_on_a_cpu_a_large_leaf_is_cut():

@@ -238,6 +238,7 @@ def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):
     [
         ols.loss_scaled(optax.chain(CLIP, optax.adam(1e-3))),
         optax.chain(ols.loss_scaled(), CLIP, optax.adam(1e-3)),
+        optax.chain(optax.masked(TX, True), CLIP),
         optax.chain(CLIP, ols.loss_scaled(optax.adam(1e-3), ols.no_loss_scale())),
     ],
 )

@@ -144,11 +144,11 @@ def test_second_derivatives_of_the_reported_loss_are_true():
         return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
 
     def reported_with_aux(x):
-        fun = lambda x: (x**3, None)  # noqa: E731
-        return ols.scaled_value_and_grad(fun, STATE, has_aux=True)(x)[0][0]
+        fun = lambda x: (x**3, x**3)  # noqa: E731
+        return sum(ols.scaled_value_and_grad(fun, STATE, has_aux=True)(x)[0])
 
     assert jax.grad(jax.grad(reported))(2.0) == 12.0
-    assert jax.grad(jax.grad(reported_with_aux))(2.0) == 12.0
+    assert jax.grad(jax.grad(reported_with_aux))(2.0) == 24.0
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1])])

@@ -318,6 +318,19 @@ def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
     assert rule.adjust(state, True, 1.0).loss_scale == 2.0**13
 
 
+def test_from_a_scale_between_two_powers_the_rule_goes_on_from_the_lower_one():
+    rule = ols.headroom_loss_scale()
+    state = ols.set_loss_scale(rule.init(), 60_000.0)
+    assert rule.adjust(state, True, 0.0).loss_scale == 2.0**15
+
+
+def test_a_scale_that_was_set_below_the_floor_makes_the_rule_forget_nothing():
+    rule = ols.headroom_loss_scale(1.0, min_scale=1.0, margin_bits=0.0)
+    state = rule.adjust(rule.init(), True, 2.0**17)
+    state = ols.set_loss_scale(state, 2.0**-3)
+    assert rule.adjust(state, True, 1.0).loss_scale == 1.0
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [(jnp.float16, 2.0**15), (jnp.float8_e5m2, 2.0**15), (jnp.bfloat16, 2.0**24)],
@@ -325,6 +338,12 @@ def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
 def test_headroom_is_measured_to_the_largest_value_of_the_dtype(dtype, expected):
     rule = ols.headroom_loss_scale(dtype=dtype)
     assert rule.adjust(rule.init(), True, 1.0).loss_scale == expected
+
+
+def test_in_a_dtype_without_infinity_headroom_is_measured_to_its_largest_number():
+    rule = ols.headroom_loss_scale(margin_bits=0.0, dtype=jnp.float8_e4m3fn)
+    for magnitude, expected in ((1.75, 2.0**8), (1.85, 2.0**7)):  # 448 / 2**8 = 1.75
+        assert rule.adjust(rule.init(), True, magnitude).loss_scale == expected
 
 
 @pytest.mark.parametrize(

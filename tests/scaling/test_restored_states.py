@@ -65,6 +65,23 @@ def test_a_run_goes_on_with_the_same_bits_from_what_a_checkpoint_restores(
 
 
 @pytest.mark.parametrize("kind", RESTORED)
+def test_the_scale_of_a_restored_state_can_be_set(kind):
+    _, state = trained("dynamic")
+    changed = ols.set_loss_scale(RESTORED[kind](state), 8.0)
+    assert ols.get_loss_scale(changed) == 8.0
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("kind", RESTORED)
+def test_a_restored_state_may_be_adjusted_by_hand(kind):
+    rule, state = RULES["dynamic"], trained("dynamic")[1].loss_scale_state
+    adjusted = rule.adjust(RESTORED[kind](state), True, 1.0)
+    expected = rule.adjust(state, True, 1.0)
+    assert adjusted.loss_scale == expected.loss_scale
+    assert adjusted.step_count == expected.step_count
+
+
+@pytest.mark.parametrize("kind", RESTORED)
 def test_metrics_and_raise_if_stalled_read_a_restored_state(kind):
     tx, state = trained("dynamic")
     _, state = tx.update(PARAMS * jnp.nan, state)

@@ -539,6 +539,17 @@ def test_a_scaled_leaf_outside_the_mask_does_not_hide_the_others():
         step(PARAMS, tx.init(PARAMS), X)
 
 
+def test_a_mask_needs_no_parameters_under_jit():
+    tx = ols.loss_scaled(optax.sgd(0.1), unscale_mask={"w": True, "b": False})
+
+    @jax.jit
+    def step(params, state, x):
+        grads = scaled(params, state, x)
+        return tx.update({**grads, "b": grads["b"] * 0}, state)
+
+    without_warning(step, PARAMS, tx.init(PARAMS), X)
+
+
 def test_a_scalar_parameter_in_half_precision_is_not_taken_for_a_scale():
     def loss(params):
         return jnp.mean((params["gain"] * X).astype(jnp.float32)) ** 2

@@ -103,6 +103,8 @@ def test_metrics_have_an_entry_for_each_member_of_an_ensemble():
     metrics = ols.loss_scale_metrics(states)
     assert metrics["skip_rate"].tolist() == [0.5, 0.0]
     assert metrics["loss_scale"].tolist() == [512.0, 1024.0]
+    unscaled = jax.vmap(lambda _: ols.no_loss_scale().init())(jnp.arange(2))
+    assert ols.loss_scale_metrics(unscaled)["loss_scale"].tolist() == [1.0, 1.0]
 
 
 def test_raise_if_stalled_reads_a_state_beside_traced_arrays():
@@ -253,17 +255,21 @@ def test_warn_after_sees_one_member_of_an_ensemble():
 
 
 def test_members_of_an_ensemble_are_warned_of_together_or_each_at_its_own_step():
-    update = jax.jit(jax.vmap(OPTIMIZER.update))
+    silent = ols.loss_scaled(optax.sgd(0.1), RULE)
 
-    def run(first_bad):
-        opt_state = jax.vmap(OPTIMIZER.init)(jnp.ones((2, 2)))
+    def run(first_bad, tx=OPTIMIZER):
+        update = jax.jit(jax.vmap(tx.update))
+        opt_state = jax.vmap(tx.init)(jnp.ones((2, 2)))
         for step in range(6):
             bad = step >= jnp.asarray(first_bad)
             grads = jnp.where(bad[:, None], jnp.nan, jnp.ones((2, 2)))
             _, opt_state = update(grads, opt_state)
+        return opt_state
 
     assert warnings_of(lambda: run([0, 0])) == [WARNING]
-    assert len(warnings_of(lambda: run([0, 2]))) == 2
+    states = []
+    assert len(warnings_of(lambda: states.append(run([0, 2])))) == 2
+    assert_same_bits(*states, run([0, 2], silent))
 
 
 def test_the_warning_shows_a_small_scale():

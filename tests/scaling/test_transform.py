@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,19 @@ def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan(poison, verdict
     tx = ols.loss_scaled(recorder(seen), RULE)
     grads = poisoned(scaled(GRADS), poison)
     tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.nan, **verdicts)
+    grads, _, extra_args = seen[0]
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+    assert extra_args == {"value": 0.0}
+
+
+@pytest.mark.parametrize(
+    "rule", [ols.static_loss_scale(SCALE, skip_nonfinite=False), ols.no_loss_scale()]
+)
+def test_of_a_step_that_is_not_accepted_no_nan_is_seen_under_any_rule(rule):
+    seen = []
+    tx = ols.loss_scaled(recorder(seen), rule)
+    state, bad = tx.init(PARAMS), poisoned(GRADS)
+    tx.update(bad, state, PARAMS, value=jnp.nan, accept=False)
     grads, _, extra_args = seen[0]
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
     assert extra_args == {"value": 0.0}
@@ -302,13 +316,14 @@ def test_no_loss_scale_casts_nothing_where_a_step_may_be_rejected(accept):
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("check_updates", [True, False])
 @pytest.mark.parametrize("finite", [True, False])
-def test_an_inner_state_keeps_the_dtype_that_it_has_at_first(finite):
+def test_an_inner_state_keeps_the_dtype_that_it_has_at_first(finite, check_updates):
     inner = optax.GradientTransformation(
         lambda params: jnp.ones(2, jnp.float16),
         lambda grads, state, params: (grads, state.astype(jnp.float32) + 1),
     )
-    tx = ols.loss_scaled(inner, RULE)
+    tx = ols.loss_scaled(inner, RULE, check_updates=check_updates)
     grads = jnp.ones(2) if finite else jnp.full(2, jnp.nan)
     _, state = tx.update(grads, tx.init(jnp.ones(2)), jnp.ones(2))
     expected = jnp.full(2, 2.0 if finite else 1.0, jnp.float16)
@@ -325,6 +340,18 @@ def test_a_mask_that_is_a_function_is_given_the_gradients():
     for target in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
         updates, _ = tx.update(grads, tx.init(target), target)
         assert_same_bits(updates, {"w": jnp.ones(2), "b": jnp.ones(2)})
+
+
+class SlowFast(NamedTuple):
+    slow: jax.Array
+    fast: jax.Array
+
+
+def test_parameters_may_have_the_name_that_those_of_lookahead_have():
+    params = SlowFast(jnp.ones(2), jnp.ones(3))
+    tx = ols.loss_scaled(optax.sgd(1.0), RULE)
+    updates, _ = tx.update(scaled(params), tx.init(params), params)
+    assert_same_bits(updates, jax.tree.map(lambda p: -p, params))
 
 
 def test_an_optimizer_is_made_without_computing_anything():
