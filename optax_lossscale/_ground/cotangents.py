@@ -53,14 +53,14 @@ def _jvp(
 
 
 def _transpose(
-    cotangent: Any, _: Any, factor: jax.Array, *, change: Change, is_tangent: bool
+    cotangent: Any, x: Any, factor: jax.Array, *, change: Change, is_tangent: bool
 ) -> list[Any]:
     if type(cotangent) is ad.Zero:
         return [cotangent, None]
     for _ in range(factor.ndim):  # In a batch, each entry has a factor.
         change = jax.vmap(change)
     (changed,) = change([cotangent], factor)
-    return [lax.convert_element_type(changed, cotangent.dtype), None]
+    return [lax.convert_element_type(changed, x.aval.dtype), None]
 
 
 def _batch(args: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:

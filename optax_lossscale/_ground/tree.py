@@ -82,6 +82,12 @@ def is_wrapped(node: object) -> bool:
     return not isinstance(node, jax.Array) and hasattr(type(node), "__jax_array__")
 
 
+def wrapped_in(tree: PyTree) -> set[int]:
+    """The identities of all wrapped arrays in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_wrapped)
+    return {id(node) for node in nodes if is_wrapped(node)}
+
+
 def is_absent(node: object) -> bool:
     """Whether a node stands for a leaf that is missing."""
     return node is None or isinstance(node, optax.MaskedNode)

@@ -14,12 +14,14 @@ from jax.typing import ArrayLike
 from optax_lossscale._ground.checks import check_scale
 from optax_lossscale._ground.cotangents import Change, with_cotangent
 from optax_lossscale._ground.nnx import (
+    explain_changes,
     is_module,
     map_leaves,
     modules_of,
     states_of,
     updated,
 )
+from optax_lossscale._ground.tree import wrapped_in
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
@@ -53,7 +55,8 @@ def scaled_backward(
       fun: A function that returns a scalar floating loss, or any pytree of arrays from
         which a loss is computed. With `has_aux=True` it returns a pair of these and
         auxiliary data. It may be given modules of `flax.nnx`, and what it changes in
-        them reaches them.
+        them reaches them. (Each transformation around it, such as `vmap`, must be given
+        them as arguments, too.)
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.
       argnums: The arguments with parameters, each a tree in float32 or wider. They may
@@ -86,24 +89,27 @@ def scaled_backward(
         number = _check_number(loss_scale)
     else:
         warn_of_outer_wrappers(loss_scale)
-        number = get_loss_scale(loss_scale)  # Raises here, not at the first call.
+        get_loss_scale(loss_scale)  # Raises here rather than at the first call.
     numbers = list(argnums) if isinstance(argnums, Iterable) else [argnums]
 
     @functools.wraps(fun)
     def same_fun(*args: Any, **kwargs: Any) -> Any:
         if not is_number:
             warn_if_constant(loss_scale)
-        own, named, restore = _with_unscaled(fun, numbers, args, kwargs, number)
-        result = fun(*own, **named)
-        restore()
-        is_pair = isinstance(result, tuple | list) and len(result) == 2
-        if has_aux and not is_pair:
-            raise TypeError(
-                "with `has_aux=True`, `fun` must return a pair of the loss and "
-                f"auxiliary data, got {type(result).__name__}."
-            )
-        # Auxiliary data too: a trainer may add one of them to the loss.
-        return _outside_modules(result, number, scale_leaves)
+        factor = number if is_number else get_loss_scale(loss_scale)
+        positional, named, restore = _with_unscaled(fun, numbers, args, kwargs, factor)
+        try:
+            result = fun(*positional, **named)
+            is_pair = isinstance(result, tuple | list) and len(result) == 2
+            if has_aux and not is_pair:
+                raise TypeError(
+                    "with `has_aux=True`, `fun` must return a pair of the loss and "
+                    f"auxiliary data, got {type(result).__name__}."
+                )
+            # Auxiliary data too: a trainer may add one of them to the loss.
+            return _scaled(result, factor, (args, kwargs))
+        finally:
+            restore()
 
     return same_fun
 
@@ -137,24 +143,19 @@ def _with_unscaled(
     changes them back, but for what was changed since, which leaves `fun` as its results
     do. Other modules stay.
     """
+    given = dict[int | str, Any](enumerate(args))
+    given.update(kwargs)
     places = [_place_of(fun, number, args, kwargs) for number in argnums]
-    undo: list[Callable[[], None]] = []
-
-    def unscaled(place: int | str, arg: PyTree) -> PyTree:
-        if place not in places:
-            return _outside_modules(arg, factor, unscale_leaves)
-        arg, back = _in_modules(arg, factor)
-        undo.append(back)
-        return arg
-
-    positional = [unscaled(place, arg) for place, arg in enumerate(args)]
-    named = {name: unscaled(name, arg) for name, arg in kwargs.items()}
-
-    def restore() -> None:
-        for back in undo:
-            back()
-
-    return positional, named, restore
+    others = {
+        place: _outside_modules(arg, factor, unscale_leaves)
+        for place, arg in given.items()
+        if place not in places
+    }
+    # All together, and after the others, because they may share variables.
+    own, restore = _in_modules([given[place] for place in places], factor)
+    changed = others | dict(zip(places, own, strict=True))
+    positional = [changed[place] for place in range(len(args))]
+    return positional, {name: changed[name] for name in kwargs}, restore
 
 
 def _place_of(
@@ -182,6 +183,26 @@ def _outside_modules(tree: PyTree, factor: jax.Array, change: Change) -> PyTree:
     )
 
 
+def _scaled(result: PyTree, factor: jax.Array, arguments: PyTree) -> PyTree:
+    """Results with cotangents that are scaled, but for modules of the arguments.
+
+    Those stay the same objects, and are changed back.
+    """
+    if not modules_of(result):
+        return with_cotangent(result, factor, scale_leaves)
+    known = wrapped_in(states_of(arguments))
+
+    def scaled(leaf: PyTree) -> PyTree:
+        if not is_module(leaf):
+            return with_cotangent(leaf, factor, scale_leaves)
+        states = states_of(leaf)
+        if wrapped_in(states) & known:
+            return leaf
+        return updated(leaf, with_cotangent(states, factor, scale_leaves))
+
+    return map_leaves(scaled, result)
+
+
 def _in_modules(tree: PyTree, factor: jax.Array) -> tuple[PyTree, Callable[[], None]]:
     """Parameters to differentiate, and a function that changes their modules back."""
     states = states_of(tree)
@@ -200,7 +221,8 @@ def _in_modules(tree: PyTree, factor: jax.Array) -> tuple[PyTree, Callable[[], N
     def restore() -> None:
         updated(tree, jax.tree.map(restored, states_of(tree)))
 
-    return updated(tree, own), restore
+    with explain_changes():
+        return updated(tree, own), restore
 
 
 def _unscale_leaves(leaves: list[jax.Array], loss_scale: jax.Array) -> list[jax.Array]:

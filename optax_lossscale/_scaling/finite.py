@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -62,7 +63,7 @@ class _Statistic(NamedTuple):
     """
 
     plain: Callable[[Sequence[jax.Array]], jax.Array]
-    of_empty: bool | float
+    of_empty: bool | np.float32
     map_entries: Callable[[jax.Array], jax.Array]
     combine: Callable[[jax.Array, jax.Array], jax.Array]
     reduce: Callable[..., jax.Array]
@@ -79,7 +80,7 @@ _ALL_FINITE = _Statistic(
 )
 _MAX_MAGNITUDE = _Statistic(
     plain=plain_max_magnitude,
-    of_empty=0.0,
+    of_empty=np.float32(0.0),
     map_entries=_magnitude,
     # With `lax.max` XLA would go back to reducing the arrays one by one.
     combine=lambda a, b: lax.select(lax.gt(a, b), a, b),

@@ -204,12 +204,15 @@ def headroom_loss_scale(
                 f"{jnp.shape(peaks)}. (Give the rule the settings that the state was "
                 "saved with, or start it anew: `adopt_inner_state`.)"
             )
+
+        def usable(memory: jax.Array, limit: jax.Array) -> jax.Array:
+            is_right = (memory >= 0) & (memory <= jnp.minimum(limit, _MAX))
+            return jnp.where(is_right, memory, 0.0)
+
         s = state.loss_scale
         # At the floor even a magnitude that overflows is right.
         limit = jnp.where(s > low, largest / low, _MAX)
-        recent = jnp.where((recent >= 0) & (recent <= limit), recent, 0.0)
-        is_right = (peaks >= 0) & (peaks <= largest / s)
-        return HeadroomRuleState(recent, jnp.where(is_right, peaks, 0.0))
+        return HeadroomRuleState(usable(recent, limit), usable(peaks, largest / s))
 
     return make_rule(first_scale, first, change, needs_grads_max=True)
 

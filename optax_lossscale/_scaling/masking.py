@@ -22,9 +22,9 @@ from optax_lossscale._ground.tree import (
     is_floating,
     is_floating_array,
     is_numeric,
-    is_wrapped,
     map_floating,
     unwrapped,
+    wrapped_in,
 )
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.state import find_loss_scale_state, with_arrays
@@ -191,7 +191,7 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
             "`train_state.batch_stats`.)"
         )
     states = states_of(new), states_of(old)
-    if set.intersection(*map(_variables, states)):
+    if set.intersection(*map(wrapped_in, states)):
         raise ValueError(
             "`old` must be a copy, got variables that `new` holds too, so their old "
             "values are lost. (Before the step: `old = nnx.clone(model)`, or of a "
@@ -220,12 +220,6 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
             "removed by `nnx.pop(model, nnx.Intermediate)`.)"
         ) from error
     return updated(new, selected)
-
-
-def _variables(tree: PyTree) -> set[int]:
-    """The identities of all wrapped arrays in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_wrapped)
-    return {id(node) for node in nodes if is_wrapped(node)}
 
 
 def cast_like(new: PyTree, old: PyTree) -> PyTree:

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lossscale._ground.states import LossScaledState, LossScaleState, Unscaled
@@ -50,9 +51,9 @@ def warn_of_scaling(
 
 def _keeps_scale(rule: LossScale) -> bool:
     """Whether the program of a rule returns the very scale that it was given."""
-    grads_max = (1.0,) if rule.needs_grads_max else ()
-    adjust = jax.make_jaxpr(lambda state: rule.adjust(state, True, *grads_max))
-    program = adjust(rule.init()).jaxpr
+    grads_max = (jnp.float32(1.0),) if rule.needs_grads_max else ()
+    adjust = jax.make_jaxpr(lambda *args: rule.adjust(*args))
+    program = adjust(rule.init(), jnp.asarray(True), *grads_max).jaxpr
     return program.outvars[0] is program.invars[0]
 
 

@@ -92,17 +92,15 @@ def _look_at_grads(
 
     All devices get the same answer, for which one number crosses devices.
     """
-    grads = where_true(step.is_scaled, step.grads)
+    grads, flag = where_true(step.is_scaled, step.grads), step.was_usable
+    if step.grads_finite is not None:
+        flag &= step.grads_finite
     if rule.needs_grads_max:
-        grads_max = largest_magnitude(
-            grads, step.divisor, axis_name, grads_finite=step.grads_finite
-        )
-        finite = jnp.isfinite(grads_max) & step.was_usable
-        return finite, (jnp.where(step.was_usable, grads_max, jnp.inf),)
+        grads_max = largest_magnitude(grads, step.divisor, axis_name, grads_finite=flag)
+        return jnp.isfinite(grads_max), (grads_max,)
     if not rule.skips:
         return step.was_usable, ()
-    finite = is_finite(grads, step.divisor, axis_name, grads_finite=step.grads_finite)
-    return finite & step.was_usable, ()
+    return is_finite(grads, step.divisor, axis_name, grads_finite=flag), ()
 
 
 def reject_unless(

@@ -303,6 +303,33 @@ def test_on_an_explicit_mesh_the_check_needs_one_collective_for_any_axes(specs):
     assert not skipped.loss_scale_state.last_finite
 
 
+def test_the_check_leaves_an_automatic_axis_beside_explicit_ones_alone():
+    names, types = ("data", "model", "pipe"), (*[AxisType.Explicit] * 2, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=types)
+    params = matrices(mesh, {"a": P("data"), "b": P("model")})
+    program = jax.make_jaxpr(ols.all_finite)(params)
+    (mapped,) = (
+        equation.params
+        for equation in equations_of(program)
+        if equation.primitive.name == "shard_map"
+    )
+    name = "newly_manual_axes" if "newly_manual_axes" in mapped else "manual_axes"
+    assert set(mapped[name]) == {"data", "model"}
+
+
+def test_in_shard_map_the_largest_magnitude_may_vary_over_one_axis_of_two():
+    tx = ols.loss_scaled(adam(), BY_MAXIMUM, axis_name=("data", "model"))
+    spec = {"c": P(None, "model")}
+    params = {"c": jnp.ones((4, 4))}
+    state = tx.init(params)
+    specs = spec, state_specs(state, spec)
+    step = over_devices(tx.update, (*specs, spec), specs, shape=(4, 2))
+    for value, finite in ((1.0, True), (jnp.nan, False)):
+        grads = {"c": params["c"].at[0, 3].set(value)}
+        _, after = step(grads, state, params)
+        assert after.loss_scale_state.last_finite == finite
+
+
 @AXIS_TYPES
 def test_the_norm_of_sharded_gradients_gathers_nothing(axis_type):
     mesh = make_mesh(axis_type)

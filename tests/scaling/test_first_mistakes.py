@@ -177,15 +177,17 @@ def test_update_refuses_a_misspelt_argument(name):
         TX.update(PARAMS, STATE, PARAMS, **{name: jnp.asarray(True)})
 
 
+STATIC_TX = ols.loss_scaled(optax.sgd(1e-3), ols.static_loss_scale(2.0**10))
 OUTSIDE = {
-    "optax.MultiSteps": optax.MultiSteps(TX, 2),
-    "optax.apply_if_finite": optax.apply_if_finite(TX, 5),
+    "optax.MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
 }
 
 
+@pytest.mark.parametrize("tx", [TX, STATIC_TX])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_wrapper_that_belongs_inside_is_warned_of_where_the_state_is_seen(name):
-    state = OUTSIDE[name].init(PARAMS)
+def test_a_wrapper_that_belongs_inside_is_warned_of_where_the_state_is_seen(name, tx):
+    state = OUTSIDE[name](tx).init(PARAMS)
     for see in (
         lambda: ols.scaled_value_and_grad(loss_fn, state),
         lambda: ols.scaled_grad(loss_fn, state),
@@ -215,6 +217,7 @@ OWN = optax.GradientTransformation(lambda params: {}, lambda g, s, p=None: (g, s
         optax.chain(optax.zero_nans(), ols.loss_scaled(), optax.adam(1e-3)),
         optax.chain(OWN, CLIP, TX),
         optax.chain(CLIP, OWN, TX),
+        optax.chain(CLIP, STATIC_TX),
     ],
 )
 def test_scaling_warns_of_what_is_before_loss_scaled_in_a_chain(tx):

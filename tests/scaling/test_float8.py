@@ -86,16 +86,19 @@ def test_beside_float8_parameters_others_may_be_wider_or_absent():
         "float8": jnp.ones(2, jnp.float8_e4m3fn),
         "half": jnp.ones(2, jnp.bfloat16),
         "fixed": jnp.ones(2, jnp.float8_e4m3fn),
+        "count": jnp.arange(2),
     }
     third = jnp.full(2, 1 / 3, jnp.float32)
     grads = {"float8": third, "half": third, "fixed": optax.MaskedNode()}
+    grads["count"] = None
     inner = optax.GradientTransformation(
         lambda params: optax.EmptyState(), lambda grads, state, params: (grads, state)
     )
     tx = ols.loss_scaled(inner, ols.static_loss_scale(1.0))
     updates, _ = tx.update(grads, tx.init(params), params)
     rounded = third.astype(jnp.float8_e4m3fn)
-    assert_same_bits(updates, {**grads, "float8": rounded})
+    count = jnp.zeros_like(params["count"])
+    assert_same_bits(updates, {**grads, "float8": rounded, "count": count})
 
 
 @pytest.mark.parametrize("is_link", [True, False])

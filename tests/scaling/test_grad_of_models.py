@@ -105,6 +105,15 @@ def test_every_way_of_passing_modules_is_differentiated_as_by_nnx(name):
 
 
 @pytest.mark.slow
+def test_data_may_be_passed_by_keyword_beside_a_module():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    state = ols.static_loss_scale(8.0).init()
+    fun = lambda model, x: jnp.sum(model(x) ** 2)  # noqa: E731
+    x = jnp.ones((4, 3))
+    actual = ols.scaled_grad(fun, state)(model, x=x)
+    assert_same_bits(actual, ols.scaled_grad(fun, state)(model, x))
+
+
 def test_a_module_may_be_passed_by_keyword():
     grads = ols.scaled_grad(loss_fn, STATE)(model=Net(), x=X, y=Y)
     assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))
@@ -295,15 +304,31 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("rule", [ols.static_loss_scale(SCALE), ols.no_loss_scale()])
+WAYS = {
+    "scaled": (ols.loss_scaled(optax.adam(0.25), ols.static_loss_scale(SCALE)), {}),
+    "bare": (ols.loss_scaled(optax.adam(0.25), ols.no_loss_scale()), {}),
+    "accepted": (
+        ols.loss_scaled(optax.adam(0.25), ols.no_loss_scale()),
+        {"accept": True},
+    ),
+    "link": (
+        optax.chain(
+            ols.loss_scaled(loss_scale=ols.static_loss_scale(SCALE)), optax.adam(0.25)
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [dict, collections.namedtuple("Params", ["w", *HELD])])
-def test_numbers_that_are_held_fixed_keep_value_and_dtype_over_a_step(make, rule):
+def test_numbers_that_are_held_fixed_keep_value_and_dtype_over_a_step(make, way):
     params = make(w=jnp.ones(3), **HELD)
-    tx = ols.loss_scaled(optax.adam(0.25), rule)
+    tx, verdicts = WAYS[way]
     state = tx.init(params)
     leaf = operator.itemgetter if make is dict else operator.attrgetter
     grads = ols.scaled_grad(lambda p: leaf("w")(p).sum(), state)(params)
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(grads, state, params, **verdicts)
     new = optax.apply_updates(params, updates)
     np.testing.assert_allclose(leaf("w")(new), [0.75] * 3, rtol=1e-5)
     for name, held in HELD.items():

@@ -318,6 +318,28 @@ def test_a_scale_that_was_set_lasts_one_step_under_the_headroom_rule():
     assert rule.adjust(state, True, 1.0).loss_scale == 2.0**13
 
 
+def test_in_a_wide_dtype_a_row_of_overflows_is_searched_and_an_infinity_ignored():
+    rule = ols.headroom_loss_scale(2.0**100, max_scale=2.0**126, dtype=jnp.bfloat16)
+    trace = scales_after(rule, [1.0, INF, INF, INF])
+    assert [a / b for a, b in itertools.pairwise(trace[1:])] == [2.0**8] * 2
+    rule = ols.headroom_loss_scale(2.0**-2, recent=4, history=4, dtype=jnp.bfloat16)
+    state = rule.adjust(rule.init(), True, 1.0)
+    for field in ("recent", "peaks"):
+        memory = getattr(state.rule_state, field).at[1].set(INF)
+        low = ols.set_loss_scale(state, 2.0**-2)
+        damaged = state.rule_state._replace(**{field: memory})
+        after = rule.adjust(low._replace(rule_state=damaged), True, 1.0)
+        assert all(np.isfinite(leaf).all() for leaf in after.rule_state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(jnp.float16, 2.0**14), (jnp.float8_e4m3fn, 2.0**14)]
+)
+def test_a_first_step_that_overflows_costs_one_bit_in_any_dtype(dtype, expected):
+    rule = ols.headroom_loss_scale(margin_bits=0.0, dtype=dtype)
+    assert rule.adjust(rule.init(), False, INF).loss_scale == expected
+
+
 def test_from_a_scale_between_two_powers_the_rule_goes_on_from_the_lower_one():
     rule = ols.headroom_loss_scale()
     state = ols.set_loss_scale(rule.init(), 60_000.0)

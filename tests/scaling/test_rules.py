@@ -163,6 +163,28 @@ def test_a_stacked_state_takes_a_verdict_for_each_member(asarray):
     assert states.loss_scale.tolist() == [8.0, 4.0]
 
 
+def test_each_member_of_a_stacked_state_has_its_own_counts_and_bounds():
+    cap = lambda step: jnp.where(step < 100, 2.0**10, 2.0)  # noqa: E731
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=2, max_scale=cap)
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), rule.init())
+    for verdict in ([True, False], [True, True]):
+        states = rule.adjust(states, jnp.asarray(verdict))
+    assert states.loss_scale.tolist() == [16.0, 4.0]
+    states = states._replace(step_count=jnp.asarray([2, 100]))
+    after = rule.adjust(states, True)
+    assert after.loss_scale.tolist() == [16.0, 2.0]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(after)]
+    assert shapes == [leaf.shape for leaf in jax.tree.leaves(states)]
+
+
+def test_a_long_interval_is_counted_to_its_end():
+    rule = ols.dynamic_loss_scale(8.0, growth_interval=1_000_000)
+    state = rule.init()
+    counts = state.rule_state._replace(growth_count=jnp.int32(999_998))
+    state = rule.adjust(state._replace(rule_state=counts), True)
+    assert (state.loss_scale, rule.adjust(state, True).loss_scale) == (8.0, 16.0)
+
+
 @pytest.mark.parametrize(("skips", "counts"), [(True, (2, 2, 3)), (False, (0, 0, 3))])
 def test_a_static_scale_counts_skipped_steps_only_if_it_skips(skips, counts):
     rule = ols.static_loss_scale(128.0, skip_nonfinite=skips)

@@ -285,6 +285,35 @@ def test_the_first_argument_may_be_counted_from_behind():
         jax.grad(ols.scaled_backward(loss_fn, SCALE, -2))(half, X)
 
 
+def test_data_may_be_passed_by_place_and_parameters_by_name():
+    def loss(x, y, params):
+        return loss_fn(params, x) + y
+
+    def gradient(fun):
+        return nnx.grad(lambda m: fun(X, y=1.0, params=m))(PARAMS)
+
+    assert_same_bits(gradient(ols.scaled_backward(loss, SCALE, 2)), gradient(loss))
+
+
+def test_the_scale_of_an_optimizer_that_changes_in_place_is_read_at_each_call():
+    model = Weight()
+    rule = ols.static_loss_scale(8.0)
+    tx = ols.loss_scaled(optax.sgd(0.1), rule)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    seen = sizes_seen(
+        lambda look: ols.scaled_backward(lambda x: look(x) * 1.0, optimizer)
+    )
+    assert seen(jnp.float32(3.0)) == (1.0, 8.0)
+    optimizer.opt_state = ols.set_loss_scale(optimizer.opt_state, 2.0)
+    assert seen(jnp.float32(3.0)) == (1.0, 2.0)
+
+
+def test_a_cotangent_may_be_a_number_of_python():
+    inside = ols.scaled_backward(lambda x: x**2, SCALE)
+    _, backward = jax.vjp(inside, jnp.float32(3.0))
+    assert backward(1.0) == (6.0,)
+
+
 def test_the_function_keeps_its_name_and_signature():
     assert INSIDE.__name__ == "loss_fn"
     assert inspect.signature(INSIDE) == inspect.signature(loss_fn)
@@ -364,6 +393,15 @@ def test_modules_of_nnx_are_changed_as_without(jit):
     assert_same_bits(run(ols.scaled_backward(net_loss, SCALE)), run(net_loss))
 
 
+def test_a_module_may_be_passed_by_name():
+    def gradients(fun):
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        return plain_numbers(nnx.grad(lambda m: fun(x=X, model=m))(model))
+
+    inside = ols.scaled_backward(net_loss, SCALE)
+    assert_same_bits(gradients(inside), gradients(net_loss))
+
+
 def test_a_module_may_be_used_again_in_the_same_loss():
     """What follows the function must not have the scale divided out a second time."""
 
@@ -394,6 +432,105 @@ def test_a_module_that_is_not_differentiated_keeps_what_the_function_changes():
 
     inside = ols.scaled_backward(loss, SCALE)
     assert_same_bits(statistics(inside), statistics(loss))
+
+
+class Weight(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(3.0))
+        self.seen = nnx.BatchStat(jnp.float32(1.0))
+
+
+def merged(model):
+    return nnx.merge(*nnx.split(model))
+
+
+# What a function may return beside its loss, and what a trainer adds of it.
+RETURNED = {
+    "the module": (lambda m: m, lambda m: m.w[...]),
+    "its state": (nnx.state, lambda s: s["w"][...]),
+    "some of its state": (lambda m: nnx.state(m, nnx.BatchStat), lambda s: s["seen"]),
+    "a dict of arrays": (lambda m: nnx.to_pure_dict(nnx.state(m)), lambda s: s["w"]),
+    "its variable": (lambda m: m.w, lambda w: w[...]),
+    "a copy": (nnx.clone, lambda m: m.w[...]),
+    "a merged module": (merged, lambda m: m.w[...]),
+    "a new variable": (lambda m: nnx.Cache(2 * m.w[...]), lambda v: v[...]),
+}
+
+
+@pytest.mark.parametrize("has_aux", [True, False])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, has_aux):
+    returned, read = RETURNED[name]
+
+    def fun(model):
+        model.seen[...] = model.w[...] ** 3
+        return 2 * model.w[...], returned(model)
+
+    def gradient(fun):
+        def loss(model):
+            value, other = fun(model)
+            return value + jnp.asarray(read(other)) ** 2 + model.seen[...]
+
+        return plain_numbers(nnx.grad(loss)(Weight()))
+
+    inside = ols.scaled_backward(fun, SCALE, has_aux=has_aux)
+    assert_same_bits(gradient(inside), gradient(fun))
+
+
+# Arguments that share a variable, and a function of them.
+SHARED = {
+    "one module": ((0, 1), lambda m: (m, m), lambda a, b: a.w[...] * b.w[...]),
+    "its variable": ((0, 1), lambda m: (m, m.w), lambda m, w: m.w[...] * w[...]),
+    "its state": (0, lambda m: (m, nnx.state(m)), lambda m, s: m.w[...] * s["w"][...]),
+    "a state": (1, lambda m: (nnx.state(m), m), lambda s, m: m.w[...] * s["w"][...]),
+    "a list": (0, lambda m: ([m, m],), lambda ms: ms[0].w[...] * ms[1].w[...]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_arguments_may_share_a_variable(name):
+    argnums, share, fun = SHARED[name]
+
+    def gradient(fun):
+        return plain_numbers(nnx.grad(lambda m: fun(*share(m)) + m.w[...])(Weight()))
+
+    inside = ols.scaled_backward(fun, SCALE, argnums)
+    assert_same_bits(gradient(inside), gradient(fun))
+
+
+def test_of_two_modules_both_are_changed_back():
+    def fun(encoder, decoder):
+        return encoder.w[...] * decoder.w[...]
+
+    def gradients(fun):
+        def loss(encoder, decoder):
+            decay = encoder.w[...] ** 2 + decoder.w[...] ** 2
+            return fun(encoder, decoder) + fun(encoder, decoder) + decay
+
+        return plain_numbers(nnx.grad(loss, argnums=(0, 1))(Weight(), Weight()))
+
+    inside = ols.scaled_backward(fun, SCALE, argnums=(0, 1))
+    assert_same_bits(gradients(inside), gradients(fun))
+
+
+def test_after_an_error_a_module_is_changed_back():
+    def broken(model):
+        raise ValueError("of its own")
+
+    def loss(model):
+        with pytest.raises(ValueError, match="of its own"):
+            ols.scaled_backward(broken, SCALE)(model)
+        return model.w[...] ** 2
+
+    assert nnx.grad(loss)(Weight())["w"][...] == 6.0
+
+
+def test_a_module_that_is_no_argument_of_a_transformation_is_an_error_with_a_cure():
+    inside = ols.scaled_backward(lambda model, x: model.w[...] * x, SCALE)
+    model, x = Weight(), jnp.arange(3.0)
+    with pytest.raises(ValueError, match="Pass the module as an argument"):
+        jax.vmap(lambda x: inside(model, x))(x)
+    assert jax.vmap(inside, (None, 0))(model, x).tolist() == [0.0, 3.0, 6.0]
 
 
 @pytest.mark.parametrize("argnums", [0, 1])

@@ -479,6 +479,13 @@ def test_a_rule_that_keeps_the_scale_allows_a_number_in_the_loss(number):
         without_warning(step, PARAMS, tx.init(PARAMS), X)
 
 
+def test_the_state_of_a_rule_may_be_one_array():
+    static = ols.static_loss_scale(8.0)
+    own = static._replace(init=lambda: static.init()._replace(rule_state=jnp.int32(0)))
+    state = ols.loss_scaled(optax.sgd(0.1), own).init(PARAMS)
+    without_warning(jax.jit(lambda p, s: scaled(p, s, X)), PARAMS, state)
+
+
 @pytest.mark.slow
 def test_an_eager_loop_may_close_over_the_state():
     without_warning(lambda: accumulated(PARAMS, STATE, X))
@@ -510,6 +517,12 @@ def always_doubling():
     return static._replace(adjust=adjust)
 
 
+def typed_adjust(state, finite, grads_max):
+    """Of a rule of one's own, which is promised arrays."""
+    grown = state.loss_scale * (1 + finite.astype(jnp.float32))
+    return state._replace(loss_scale=jnp.minimum(grown, grads_max.astype(jnp.float32)))
+
+
 @pytest.mark.parametrize(
     "rule",
     [
@@ -517,6 +530,9 @@ def always_doubling():
         ols.dynamic_loss_scale(),
         ols.presets.torch(),
         always_doubling(),
+        ols.LossScale(
+            ols.static_loss_scale(8.0).init, typed_adjust, needs_grads_max=True
+        ),
     ],
 )
 def test_gradients_without_the_scale_are_warned_of_under_every_rule(rule):

@@ -189,6 +189,8 @@ def test_set_gives_every_member_of_a_stacked_state_the_scale():
     values = jnp.asarray([8.0, jnp.nan, 32.0])
     changed = jax.jit(lambda *args: ols.set_loss_scale(*args))(states, values)
     assert changed.loss_scale.tolist() == [8.0, 2.0**15, 32.0]
+    kept = jax.jit(lambda *args: ols.set_loss_scale(*args))(changed, jnp.nan)
+    assert kept.loss_scale.tolist() == [8.0, 2.0**15, 32.0]
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,13 @@ def test_a_step_on_which_the_scale_grows_unscales_by_the_old_scale():
 )
 def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan(poison, verdicts):
     seen = []
-    tx = ols.loss_scaled(recorder(seen), RULE)
     grads = poisoned(scaled(GRADS), poison)
-    tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.nan, **verdicts)
-    grads, _, extra_args = seen[0]
-    assert not any(np.any(g) for g in jax.tree.leaves(grads))
-    assert extra_args == {"value": 0.0}
+    for check_updates in (True, False):
+        tx = ols.loss_scaled(recorder(seen), RULE, check_updates=check_updates)
+        tx.update(grads, tx.init(PARAMS), PARAMS, value=jnp.nan, **verdicts)
+        given, _, extra_args = seen.pop()
+        assert not any(np.any(g) for g in jax.tree.leaves(given))
+        assert extra_args == {"value": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -340,6 +341,10 @@ def test_a_mask_that_is_a_function_is_given_the_gradients():
     for target in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
         updates, _ = tx.update(grads, tx.init(target), target)
         assert_same_bits(updates, {"w": jnp.ones(2), "b": jnp.ones(2)})
+    bad = bad_updates_above(0.5)
+    tx = ols.loss_scaled(bad, RULE, unscale_mask=is_half, check_updates=True)
+    _, state = tx.update(grads, tx.init(params), params)
+    assert not state.loss_scale_state.last_finite  # The update of `w` is checked.
 
 
 class SlowFast(NamedTuple):

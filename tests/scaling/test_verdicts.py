@@ -67,6 +67,7 @@ def test_grads_finite_is_an_overflow_and_accept_is_not(poison, verdicts, expecte
     [
         ("accept", "dynamic"),
         ("accept", "none"),
+        ("accept", "unchecked"),
         ("grads_finite", "dynamic"),
         ("grads_finite", "headroom"),
     ],
@@ -84,6 +85,30 @@ def test_devices_skip_together_if_the_verdict_of_one_is_false(verdict, name):
     np.testing.assert_array_equal(updates, np.zeros((3, 2)))
     np.testing.assert_array_equal(new.loss_scale_state.total_notfinite, [1, 1, 1])
     assert len(set(ols.get_loss_scale(new).tolist())) == 1
+
+
+@pytest.mark.parametrize("name", ["dynamic", "headroom"])
+def test_devices_skip_together_if_the_scale_of_one_is_damaged(name):
+    tx, opt_state = make(name, axis_name="batch")
+    scales = jnp.asarray([2.0**10, jnp.nan, 2.0**10])
+
+    def step(opt_state, scale):
+        grads = ols.scale(GRADS, opt_state)
+        return tx.update(grads, with_scale(opt_state, scale), PARAMS)
+
+    updates, new = jax.vmap(step, (None, 0), axis_name="batch")(opt_state, scales)
+    np.testing.assert_array_equal(updates, np.zeros((3, 2)))
+    assert not new.loss_scale_state.last_finite.any()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_devices_have_one_scale_under_a_rule_of_the_largest_gradient(skips):
+    rule = RULES["headroom"]._replace(skips=skips)
+    tx = ols.loss_scaled(optax.identity(), rule, axis_name="batch")
+    update = jax.vmap(lambda g: tx.update(g, tx.init(g))[1], axis_name="batch")
+    states = update(jnp.asarray([[1.0], [2.0**17]]))
+    scale, other = ols.get_loss_scale(states).tolist()
+    assert scale == other
 
 
 def own_rule(init_scale, *, skips=True, needs_grads_max=False):

@@ -60,6 +60,17 @@ def test_each_member_of_a_stacked_state_selects_its_own_rows():
     np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
 
 
+def test_a_state_may_have_an_entry_for_each_device_and_each_member():
+    verdicts = jnp.asarray([[True, False, True], [False, True, False]])
+    state = APPLIED.loss_scale_state._replace(last_finite=verdicts)
+    for shape in ((2, 3), (2, 3, 4)):
+        kept = ols.where_applied(state, jnp.ones(shape), jnp.zeros(shape))
+        rows = kept.reshape(2, 3, -1)
+        assert rows.shape[0:2] == verdicts.shape
+        np.testing.assert_array_equal(rows.all(-1), verdicts)
+        np.testing.assert_array_equal(rows.any(-1), verdicts)
+
+
 @pytest.mark.parametrize("finite", [True, False, jnp.float32(1), jnp.float32(0)])
 def test_a_restored_state_selects_too(finite):
     state = ols.dynamic_loss_scale().init()._replace(last_finite=finite)
