@@ -451,15 +451,20 @@ RETURNED = {
     "some of its state": (lambda m: nnx.state(m, nnx.BatchStat), lambda s: s["seen"]),
     "a dict of arrays": (lambda m: nnx.to_pure_dict(nnx.state(m)), lambda s: s["w"]),
     "its variable": (lambda m: m.w, lambda w: w[...]),
+    "both": (lambda m: (m, nnx.state(m)), lambda pair: pair[1]["w"][...]),
+    "and a copied state": (
+        lambda m: (m, nnx.state(nnx.clone(m))),
+        lambda pair: pair[1]["w"][...],
+    ),
     "a copy": (nnx.clone, lambda m: m.w[...]),
     "a merged module": (merged, lambda m: m.w[...]),
     "a new variable": (lambda m: nnx.Cache(2 * m.w[...]), lambda v: v[...]),
 }
 
 
-@pytest.mark.parametrize("has_aux", [True, False])
+@pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("name", RETURNED)
-def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, has_aux):
+def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, by_name):
     returned, read = RETURNED[name]
 
     def fun(model):
@@ -468,13 +473,14 @@ def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, has
 
     def gradient(fun):
         def loss(model):
-            value, other = fun(model)
+            value, other = fun(model=model) if by_name else fun(model)
             return value + jnp.asarray(read(other)) ** 2 + model.seen[...]
 
         return plain_numbers(nnx.grad(loss)(Weight()))
 
-    inside = ols.scaled_backward(fun, SCALE, has_aux=has_aux)
-    assert_same_bits(gradient(inside), gradient(fun))
+    for has_aux in (True, False):
+        inside = ols.scaled_backward(fun, SCALE, has_aux=has_aux)
+        assert_same_bits(gradient(inside), gradient(fun))
 
 
 # Arguments that share a variable, and a function of them.
@@ -496,6 +502,18 @@ def test_arguments_may_share_a_variable(name):
 
     inside = ols.scaled_backward(fun, SCALE, argnums)
     assert_same_bits(gradient(inside), gradient(fun))
+
+
+def test_a_state_beside_a_module_that_is_not_named_has_true_gradients():
+    def fun(x, tree):
+        return x * tree["state"]["w"][...] * tree["model"].w[...]
+
+    def gradient(fun):
+        model, state = Weight(), nnx.state(Weight())
+        loss = lambda s: fun(jnp.ones(()), {"model": model, "state": s})  # noqa: E731
+        return plain_numbers(jax.grad(loss)(state))
+
+    assert_same_bits(gradient(ols.scaled_backward(fun, SCALE)), gradient(fun))
 
 
 def test_of_two_modules_both_are_changed_back():
