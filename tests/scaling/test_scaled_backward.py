@@ -483,6 +483,14 @@ def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, by_
         assert_same_bits(gradient(inside), gradient(fun))
 
 
+def test_a_module_that_is_returned_stays_the_same_object():
+    own, other = Weight(), Weight()
+    fun = lambda own, other: (own.w[...], {"own": own, "other": other})  # noqa: E731
+    _, returned = ols.scaled_backward(fun, SCALE, has_aux=True)(own, other)
+    assert returned["own"] is own
+    assert returned["other"] is other
+
+
 # Arguments that share a variable, and a function of them.
 SHARED = {
     "one module": ((0, 1), lambda m: (m, m), lambda a, b: a.w[...] * b.w[...]),
