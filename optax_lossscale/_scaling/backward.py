@@ -61,7 +61,8 @@ def scaled_backward(
         pytree that holds exactly one.
       argnums: The arguments with parameters, each a tree in float32 or wider. They may
         be passed by name. The gradients of other arguments are the true ones, too, but
-        not those of modules among them and of what `fun` closes over.
+        not those of modules among them, of what `fun` writes into these, and of what it
+        closes over.
       has_aux: Whether `fun` returns a pair. A gradient through the auxiliary data is
         the true one, too.
 

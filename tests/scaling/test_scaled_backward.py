@@ -483,6 +483,24 @@ def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, by_
         assert_same_bits(gradient(inside), gradient(fun))
 
 
+def test_a_module_inside_one_that_is_returned_is_changed_back():
+    class Wrapper(nnx.Module):
+        def __init__(self, model):
+            self.model = model
+            self.count = nnx.Cache(jnp.float32(0.0))
+
+    def gradient(fun):
+        def loss(model):
+            value, _ = fun(model)
+            return value + 0.1 * model.w[...] ** 2
+
+        return plain_numbers(nnx.grad(loss)(Weight()))
+
+    fun = lambda m: (m.w[...] ** 2, Wrapper(m))  # noqa: E731
+    inside = ols.scaled_backward(fun, SCALE, has_aux=True)
+    assert_same_bits(gradient(inside), gradient(fun))
+
+
 def test_a_module_that_is_returned_stays_the_same_object():
     own, other = Weight(), Weight()
     fun = lambda own, other: (own.w[...], {"own": own, "other": other})  # noqa: E731

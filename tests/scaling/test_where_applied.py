@@ -115,6 +115,9 @@ def test_an_old_value_that_shares_variables_with_the_new_one_is_refused():
         ols.where_applied(APPLIED, new, old)
     with pytest.raises(ValueError, match=r"`old` must be a copy.*nnx.clone\(model\)"):
         ols.where_applied(APPLIED, model, model)
+    both, one_copy = (model, Net(width=2)), (nnx.clone(model), Net(width=2))
+    with pytest.raises(ValueError, match="`old` must be a copy"):
+        ols.where_applied(APPLIED, both, (one_copy[0], both[1]))
 
 
 def numbers(model):
