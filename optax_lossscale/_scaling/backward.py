@@ -194,8 +194,6 @@ def _scaled(result: PyTree, factor: jax.Array, arguments: PyTree) -> PyTree:
     known = wrapped_in(states_of(arguments))
 
     def scaled(leaf: PyTree) -> PyTree:
-        if not is_module(leaf):
-            return with_cotangent(leaf, factor, scale_leaves)
         states = states_of(leaf)
         if wrapped_in(states) & known:
             return leaf

@@ -519,6 +519,7 @@ def always_doubling():
 
 def typed_adjust(state, finite, grads_max):
     """Of a rule of one's own, which is promised arrays."""
+    assert (finite.dtype, grads_max.dtype) == (jnp.bool_, jnp.float32)
     grown = state.loss_scale * (1 + finite.astype(jnp.float32))
     return state._replace(loss_scale=jnp.minimum(grown, grads_max.astype(jnp.float32)))
 
