@@ -483,6 +483,13 @@ def test_a_gradient_through_what_a_function_of_modules_returns_is_true(name, by_
         assert_same_bits(gradient(inside), gradient(fun))
 
 
+def test_what_follows_the_function_is_not_scaled_on_its_way():
+    """With the largest scale it would overflow."""
+    inside = ols.scaled_backward(lambda m: 1e-30 * m.w[...], 2.0**126)
+    grads = nnx.grad(lambda m: inside(m) + 8 * m.w[...])(Weight())
+    assert grads["w"][...] == 8.0
+
+
 def test_a_module_inside_one_that_is_returned_is_changed_back():
     class Wrapper(nnx.Module):
         def __init__(self, model):
