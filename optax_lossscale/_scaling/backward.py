@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lossscale._ground.checks import check_scale
-from optax_lossscale._ground.cotangents import Change, with_cotangent
+from optax_lossscale._ground.cotangents import with_cotangent
 from optax_lossscale._ground.nnx import (
     explain_changes,
     is_module,
@@ -148,7 +148,7 @@ def _with_unscaled(
     given.update(kwargs)
     places = [_place_of(fun, number, args, kwargs) for number in argnums]
     others = {
-        place: _outside_modules(arg, factor, unscale_leaves)
+        place: _outside_modules(arg, factor)
         for place, arg in given.items()
         if place not in places
     }
@@ -175,12 +175,12 @@ def _place_of(
     return name
 
 
-def _outside_modules(tree: PyTree, factor: jax.Array, change: Change) -> PyTree:
-    """`with_cotangent` of everything but modules, which stay the same objects."""
+def _outside_modules(tree: PyTree, factor: jax.Array) -> PyTree:
+    """An argument with unscaled cotangents, but for modules, which stay as they are."""
     if not modules_of(tree):
-        return with_cotangent(tree, factor, change)
+        return with_cotangent(tree, factor, unscale_leaves)
     return map_leaves(
-        lambda x: x if is_module(x) else with_cotangent(x, factor, change), tree
+        lambda x: x if is_module(x) else with_cotangent(x, factor, unscale_leaves), tree
     )
 
 

@@ -104,7 +104,6 @@ def test_every_way_of_passing_modules_is_differentiated_as_by_nnx(name):
     assert_scaled(grads, expected)
 
 
-@pytest.mark.slow
 def test_data_may_be_passed_by_keyword_beside_a_module():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     state = ols.static_loss_scale(8.0).init()
@@ -114,6 +113,7 @@ def test_data_may_be_passed_by_keyword_beside_a_module():
     assert_same_bits(actual, ols.scaled_grad(fun, state)(model, x))
 
 
+@pytest.mark.slow
 def test_a_module_may_be_passed_by_keyword():
     grads = ols.scaled_grad(loss_fn, STATE)(model=Net(), x=X, y=Y)
     assert_scaled(grads, nnx.grad(loss_fn)(Net(), X, Y))

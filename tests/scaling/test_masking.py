@@ -72,11 +72,12 @@ def test_on_an_explicit_mesh_the_masked_state_is_sharded_as_the_new_one(finite, 
     state = ols.dynamic_loss_scale().init()._replace(last_finite=finite)
     with jax.set_mesh(mesh):
         new = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
-        old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, P("model")))
-        for function, given in ((mask_state, finite), (ols.where_applied, state)):
-            masked = jax.jit(function)(given, new, old)
-            assert masked.sharding == new.sharding
-            assert_same_bits(masked, new if finite else old)
+        for spec in (P(None), P("model")):
+            old = jax.device_put(jnp.zeros(8), NamedSharding(mesh, spec))
+            for function, given in ((mask_state, finite), (ols.where_applied, state)):
+                masked = jax.jit(function)(given, new, old)
+                assert masked.sharding == new.sharding
+                assert_same_bits(masked, new if finite else old)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])

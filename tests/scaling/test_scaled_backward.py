@@ -290,15 +290,14 @@ def test_data_may_be_passed_by_place_and_parameters_by_name():
         return loss_fn(params, x) + y
 
     def gradient(fun):
-        return nnx.grad(lambda m: fun(X, y=1.0, params=m))(PARAMS)
+        return jax.grad(lambda p: fun(X, y=1.0, params=p))(PARAMS)
 
     assert_same_bits(gradient(ols.scaled_backward(loss, SCALE, 2)), gradient(loss))
 
 
 def test_the_scale_of_an_optimizer_that_changes_in_place_is_read_at_each_call():
     model = Weight()
-    rule = ols.static_loss_scale(8.0)
-    tx = ols.loss_scaled(optax.sgd(0.1), rule)
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(8.0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     seen = sizes_seen(
         lambda look: ols.scaled_backward(lambda x: look(x) * 1.0, optimizer)

@@ -26,6 +26,10 @@ def after(history, rule=RULE):
     return state
 
 
+def stacked(*states):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     ("history", "expected"),
@@ -68,7 +72,7 @@ def applied(scale, steps):
 
 def test_raise_if_stalled_warns_of_a_member_at_its_floor_and_of_a_lower_one():
     members = applied(2.0**15, 60), applied(2.0**-24, 60)
-    states = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    states = stacked(*members)
     for state in (states, applied(2.0**-30, 60)):
         with pytest.warns(UserWarning, match="at which float16 gradients are zero"):
             ols.raise_if_stalled(state)
@@ -92,14 +96,14 @@ def test_raise_if_stalled_looks_at_every_member_of_an_ensemble():
     members = [after([False, True, True]), after([False, False])]
     message = r"the last 2 steps .* 2 of 3 in all\), and the loss scale is 256\."
     for order in (members, members[::-1]):
-        states = jax.tree.map(lambda *x: jnp.stack(x), *order)
+        states = stacked(*order)
         with pytest.raises(ols.LossScaleStalledError, match=message):
             ols.raise_if_stalled(states, max_consecutive=1)
 
 
 def test_metrics_have_an_entry_for_each_member_of_an_ensemble():
     members = after([False, True]), after([])
-    states = jax.tree.map(lambda *x: jnp.stack(x), *members)
+    states = stacked(*members)
     metrics = ols.loss_scale_metrics(states)
     assert metrics["skip_rate"].tolist() == [0.5, 0.0]
     assert metrics["loss_scale"].tolist() == [512.0, 1024.0]

@@ -14,7 +14,7 @@ import optax_lossscale as ols
 from helpers.compare import assert_same_bits, types
 from helpers.compat import enable_x64
 from helpers.inner import adam, lenient
-from helpers.steps import assert_skipped, eager_and_jitted, recorder
+from helpers.steps import assert_skipped, eager_and_jitted, recorder, with_scale
 
 PARAMS = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), "b": jnp.asarray([0.1, -0.0])}
 GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)
@@ -505,9 +505,7 @@ def test_debug_nans_accepts_a_jitted_bad_step(inner, value):
 def test_debug_nans_accepts_a_damaged_scale_which_skips_the_step(run):
     tx = ols.loss_scaled(adam(), RULE)
     good = tx.init(PARAMS)
-    damaged = good._replace(
-        loss_scale_state=good.loss_scale_state._replace(loss_scale=jnp.float32(np.nan))
-    )
+    damaged = with_scale(good, np.nan)
     with jax.debug_nans(True):
         updates, after = run(tx.update)(scaled(GRADS), damaged, PARAMS)
     assert not np.any(updates["w"])
