@@ -21,7 +21,7 @@ from optax_lossscale._ground.nnx import (
     states_of,
     updated,
 )
-from optax_lossscale._ground.tree import wrapped_in
+from optax_lossscale._ground.tree import is_wrapped, wrapped_in
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
@@ -195,9 +195,12 @@ def _scaled(result: PyTree, factor: jax.Array, arguments: PyTree) -> PyTree:
 
     def scaled(leaf: PyTree) -> PyTree:
         states = states_of(leaf)
-        if wrapped_in(states) & known:
+        variables = wrapped_in(states)
+        if variables and variables <= known:
             return leaf
-        return updated(leaf, with_cotangent(states, factor, scale_leaves))
+        new = with_cotangent(states, factor, scale_leaves)
+        keep = lambda old, new: old if id(old) in known else new  # noqa: E731
+        return updated(leaf, jax.tree.map(keep, states, new, is_leaf=is_wrapped))
 
     return map_leaves(scaled, result)
 

@@ -27,6 +27,7 @@ from optax_lossscale._ground.checks import (
 from optax_lossscale._ground.states import LossScaleState
 from optax_lossscale._ground.types import public
 from optax_lossscale._scaling.rules import LossScale, make_rule, shows_settings
+from optax_lossscale._scaling.state import as_array
 
 # Numbers and not `np.finfo`, which cannot be copied or pickled by value.
 _TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -196,7 +197,7 @@ def headroom_loss_scale(
 
     def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
         """The memory without numbers that cannot be right."""
-        recent, peaks = state.rule_state
+        recent, peaks = (as_array(each, jnp.float32) for each in state.rule_state)
         if jnp.shape(recent) != (recent_steps,) or jnp.shape(peaks) != (history,):
             raise ValueError(
                 f"`state` must come from a rule with `recent` {recent_steps} and "

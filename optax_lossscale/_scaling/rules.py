@@ -26,6 +26,7 @@ from optax_lossscale._ground.checks import (
 from optax_lossscale._ground.states import LossScaleState, Unscaled
 from optax_lossscale._ground.tree import dtype_of
 from optax_lossscale._ground.types import PyTree, public
+from optax_lossscale._scaling.state import with_arrays
 
 _Settings = ParamSpec("_Settings")
 # From a state, whether the gradients were finite, and their largest magnitude (if the
@@ -139,6 +140,7 @@ def make_rule(
         grads_max: ArrayLike | None = None,
     ) -> LossScaleState:
         finite = _as_bool(grads_finite, state)
+        state = with_arrays(state)
         largest = None
         if needs_grads_max:
             if grads_max is None:

@@ -144,7 +144,7 @@ def loss_scaled(
 
     def init(params: optax.Params) -> LossScaledState:
         params = parameters_of(params)
-        if is_no_loss_scale(rule):
+        if settings.is_bare:
             inner_state = settings.optimizer.init(params)
         else:
             inner_state = init_inner(settings.optimizer, params)

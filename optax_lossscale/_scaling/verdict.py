@@ -77,6 +77,9 @@ def judge(
     if is_bare:  # Under `no_loss_scale`.
         unchanged = old.loss_scale, old.rule_state
         return None if accepted is None else Verdict(accepted, *unchanged)
+    if not rule.skips:  # Nothing else would tell the other devices.
+        was_usable = on_all_devices(step.was_usable, axis_name)
+        step = step._replace(was_usable=was_usable)
     with jax.debug_infs(False):  # Here an infinity is an answer and no fault.
         finite, grads_max = _look_at_grads(rule, step, axis_name)
         new = rule.adjust(old, finite, *grads_max)  # Its counts are not used.

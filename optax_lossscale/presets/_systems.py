@@ -351,7 +351,7 @@ def flax(
     """
     return classic_rule(
         check_scale("scale", scale),
-        Counting(check_count("growth_interval", growth_interval) + 1),
+        Counting(1 + min(check_count("growth_interval", growth_interval), 2**31 - 2)),
         two_factors(growth_factor, backoff_factor),
         fixed_bounds(check_floor("minimum_scale", minimum_scale)),
     )

@@ -188,6 +188,27 @@ def test_importing_the_package_loads_neither_flax_nor_matplotlib_nor_autocast():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_rules_can_be_made_before_jax_starts():
+    """As at the top of a module, before `jax.distributed.initialize`."""
+    code = """
+import jax
+import optax
+import optax_lossscale as ols
+from optax_lossscale import presets
+
+names = [name for name in presets.__all__ if "state_dict" not in name]
+rules = [getattr(presets, name)() for name in names if name != "mindspore_fixed"]
+rules += [ols.dynamic_loss_scale(), ols.headroom_loss_scale(), ols.no_loss_scale()]
+rules += [ols.static_loss_scale(8.0), presets.mindspore_fixed(8.0)]
+for rule in rules:
+    ols.loss_scaled(optax.adam(1e-3), rule)
+jax.config.update("jax_num_cpu_devices", 3)  # An error if JAX has started.
+assert jax.device_count() == 3
+"""
+    env = {name: value for name, value in os.environ.items() if "NUM_CPU" not in name}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
 def anchors(path):
     """The anchors that GitHub gives to the headings of a Markdown file."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)

@@ -405,14 +405,26 @@ def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(che
 
 
 @CHECK_VMA
-def test_in_shard_map_what_one_row_of_devices_does_not_accept_all_devices_skip(
-    check_vma,
+@pytest.mark.parametrize(
+    ("rule", "verdict"),
+    [
+        (RULE, "accept"),
+        (RULE, "grads_finite"),
+        (ols.headroom_loss_scale(), "accept"),
+        (ols.headroom_loss_scale(), "grads_finite"),
+        (ols.static_loss_scale(SCALE, skip_nonfinite=False), "accept"),
+        (ols.no_loss_scale(), "accept"),
+    ],
+    ids=lambda each: repr(each).split("(")[0],
+)
+def test_in_shard_map_a_verdict_of_one_row_of_devices_is_that_of_all_devices(
+    rule, verdict, check_vma
 ):
-    tx = ols.loss_scaled(adam(), RULE, axis_name=["data", "model"])
+    tx = ols.loss_scaled(adam(), rule, axis_name=["data", "model"])
     state = tx.init(PARAMS)
 
     def step(params, state, losses):
-        return tx.update(params, state, params, accept=losses[0] < 3.0)
+        return tx.update(params, state, params, **{verdict: losses[0] < 3.0})
 
     step = over_devices(
         step, (P(), P(), P("data")), P(), shape=(4, 2), check_vma=check_vma
@@ -490,9 +502,10 @@ def test_on_an_explicit_mesh_state_and_gradients_can_be_sharded_differently():
 
 
 @pytest.mark.parametrize("check_updates", [True, False])
-def test_the_update_never_branches_on_the_verdict_of_one_device(check_updates):
+@pytest.mark.parametrize("rule", [RULE, ols.headroom_loss_scale()])
+def test_the_update_never_branches_on_the_verdict_of_one_device(rule, check_updates):
     # jax #40823: under shard_map the branches of a cond diverge silently.
-    tx = ols.loss_scaled(adam(), RULE, check_updates=check_updates)
+    tx = ols.loss_scaled(adam(), rule, check_updates=check_updates)
     update = functools.partial(tx.update, accept=jnp.asarray(True))
     program = jax.make_jaxpr(update)(PARAMS, tx.init(PARAMS), PARAMS)
     names = {equation.primitive.name for equation in equations_of(program)}

@@ -10,6 +10,7 @@ import pytest
 
 import optax_lossscale as ols
 from helpers.compare import types
+from helpers.compat import enable_x64
 from helpers.history import states_after
 from optax_lossscale import presets
 
@@ -43,12 +44,21 @@ def test_the_initial_scale_is_that_of_the_system(name):
     assert getattr(presets, name)().init().loss_scale == FIRST[name]
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", FIRST)
-def test_the_types_in_a_state_never_change(name):
+def test_the_types_in_a_state_never_change(name, x64):
     rule = getattr(presets, name)()
-    state = rule.init()
-    assert types(rule.adjust(state, True)) == types(state)
-    assert types(jax.jit(rule.adjust)(state, False)) == types(state)
+    expected = types(rule.init())
+    with enable_x64(x64):
+        state = rule.init()
+        assert types(state) == expected
+        assert types(rule.adjust(state, True)) == expected
+        assert types(jax.jit(rule.adjust)(state, False)) == expected
+
+
+def test_the_longest_interval_of_flax_means_never():
+    rule = presets.flax(8.0, growth_interval=2**31 - 1)
+    assert rule.adjust(rule.init(), True).loss_scale == 8.0
 
 
 INTERVALS = {

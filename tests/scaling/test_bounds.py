@@ -46,6 +46,13 @@ def test_the_cap_can_be_a_schedule_of_optax(make):
         assert scales_after(rule, [2.0**-20] * 4) == [2.0**10] * 2 + [2.0**5] * 2
 
 
+def test_after_a_cap_has_risen_an_overflow_lowers_the_scale_by_one_bit():
+    cap = lambda step: jnp.where(step < 2, 2.0**10, 2.0**24)  # noqa: E731
+    rule = ols.headroom_loss_scale(2.0**10, max_scale=cap)
+    expected = [2.0**10] * 2 + [2.0**24, 2.0**23]
+    assert scales_after(rule, [2.0**-12] * 3 + [INF]) == expected
+
+
 def test_a_cap_that_falls_applies_to_a_step_that_backs_off_too():
     cap = lambda step: jnp.where(step < 2, 2.0**10, 2.0**5)  # noqa: E731
     rule = ols.dynamic_loss_scale(2.0**15, max_scale=cap)

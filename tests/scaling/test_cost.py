@@ -28,17 +28,17 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-def compiled_update(tx, dtype, *, cast=False, params=PARAMS):
-    def step(params, state, grads):
+def compiled_update(tx, dtype, *, cast=False, params=PARAMS, **verdicts):
+    def step(params, state, grads, verdicts):
         if cast:
             grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, **verdicts)
         return optax.apply_updates(params, updates), state
 
     state = jax.eval_shape(tx.init, params)
-    grads = [jax.ShapeDtypeStruct((SIZE,), dtype)] * LEAVES
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads)
-    return lowered.compile()
+    grads = [jax.ShapeDtypeStruct(param.shape, dtype) for param in params]
+    step = jax.jit(step, donate_argnums=(0, 1))
+    return step.lower(params, state, grads, verdicts).compile()
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,20 @@ def stored(program):
     return program.memory_analysis().temp_size_in_bytes
 
 
-def test_complex_moments_are_not_copied():
+@pytest.mark.parametrize(
+    ("shape", "dtype", "verdicts"),
+    [
+        ((SIZE,), jnp.complex64, {}),
+        ((5, 5, 40, 100), jnp.float32, {}),  # Of a convolution.
+        ((SIZE,), jnp.float32, {"accept": True}),
+    ],
+    ids=["complex", "four axes", "accept"],
+)
+def test_moments_are_never_copied(shape, dtype, verdicts):
     bare = lenient(OPTIMIZERS["sgd with momentum"])
-    params = [jax.ShapeDtypeStruct((SIZE,), jnp.complex64)] * LEAVES
+    params = [jax.ShapeDtypeStruct(shape, dtype)] * LEAVES
     plain, scaled = (
-        compiled_update(tx, jnp.complex64, params=params)
+        compiled_update(tx, dtype, params=params, **verdicts)
         for tx in (bare, ols.loss_scaled(bare))
     )
     assert stored(scaled) < stored(plain) + 1.1 * SIZE

@@ -163,6 +163,15 @@ def test_update_does_not_warn_of_a_scale_from_another_argument(transform):
     without_warning(step, PARAMS, STATE, STATE)
 
 
+def test_update_does_not_warn_of_true_gradients_whose_scale_came_from_elsewhere():
+    @jax.jit
+    def step(params, opt_state, lender):
+        grads = jax.grad(ols.scaled_backward(loss_fn, lender))(params, X)
+        return TX.update(grads, opt_state, params, grads_unscaled=True)
+
+    without_warning(step, PARAMS, STATE, STATE)
+
+
 def test_update_passes_on_a_name_that_is_only_similar():
     inner = optax.GradientTransformationExtraArgs(
         optax.sgd(0.1).init, lambda grads, state, params, *, grad_fn: (grads, state)

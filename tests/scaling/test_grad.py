@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale as ols
@@ -151,7 +152,9 @@ def test_second_derivatives_of_the_reported_loss_are_true():
     assert jax.grad(jax.grad(reported_with_aux))(2.0) == 24.0
 
 
-@pytest.mark.parametrize("argnums", [1, -1, (1,), [-1], iter([1])])
+@pytest.mark.parametrize(
+    "argnums", [1, -1, (1,), [-1], iter([1]), range(1, 2), np.asarray([1])]
+)
 def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argnums):
     other, params = {"x": jnp.ones(2), "n": 3}, {"w": jnp.ones(2), "count": 3}
 
@@ -163,6 +166,13 @@ def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argn
     for _ in range(2):
         (grads,) = jax.tree.leaves(grad_fn(other, params))  # A count has none.
         assert grads.tolist() == [3 * 1024.0] * 2
+
+
+def test_argnums_may_be_counted_from_behind():
+    params = {"w": jnp.ones(2), "count": 3}
+    grad_fn = ols.scaled_grad(lambda p, x: jnp.sum(p["w"] * x), STATE, argnums=-2)
+    (grads,) = jax.tree.leaves(grad_fn(params, 2.0))
+    assert grads.tolist() == [2 * 1024.0] * 2
 
 
 class Result(NamedTuple):

@@ -71,14 +71,32 @@ def test_the_scale_of_a_restored_state_can_be_set(kind):
     assert ols.get_loss_scale(changed) == 8.0
 
 
-@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", RESTORED)
-def test_a_restored_state_may_be_adjusted_by_hand(kind):
-    rule, state = RULES["dynamic"], trained("dynamic")[1].loss_scale_state
+@pytest.mark.parametrize("name", RULES)
+def test_a_restored_state_may_be_adjusted_by_hand(name, kind):
+    rule, state = RULES[name], trained(name)[1].loss_scale_state
     adjusted = rule.adjust(RESTORED[kind](state), True, 1.0)
     expected = rule.adjust(state, True, 1.0)
-    assert adjusted.loss_scale == expected.loss_scale
-    assert adjusted.step_count == expected.step_count
+    assert_same_bits(adjusted, expected)
+    assert types(adjusted) == types(expected)
+
+
+@pytest.mark.parametrize("kind", RESTORED)
+def test_without_a_loss_scale_the_counts_of_a_restored_state_are_integers(kind):
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.no_loss_scale())
+    state = tx.init(PARAMS)
+    _, after = tx.update(PARAMS, RESTORED[kind](state), PARAMS, accept=False)
+    assert types(after.loss_scale_state) == types(state.loss_scale_state)
+    assert after.loss_scale_state.total_notfinite == 1
+
+
+@pytest.mark.parametrize("integer", [int, np.int64])
+def test_a_large_count_is_restored_exactly(integer):
+    tx, state = trained("dynamic")
+    count = 2**24 + 1  # Not a float32.
+    counted = state.loss_scale_state._replace(step_count=integer(count))
+    _, after = tx.update(PARAMS, state._replace(loss_scale_state=counted), PARAMS)
+    assert after.loss_scale_state.step_count == count + 1
 
 
 @pytest.mark.parametrize("kind", RESTORED)

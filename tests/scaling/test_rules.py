@@ -73,6 +73,7 @@ def test_a_nonfinite_step_backs_off_and_restarts_the_count():
 def test_hysteresis_counts_nonfinite_steps_until_it_is_refilled(
     refill, history, expected
 ):
+    refill = "".join(refill)  # Another object, as one that is read from a file.
     rule = ols.dynamic_loss_scale(
         8.0, hysteresis=2, hysteresis_refill=refill, growth_interval=2
     )
@@ -90,6 +91,13 @@ def test_the_scale_grows_when_a_restored_count_exceeds_a_lowered_interval(
         state = old.adjust(state, True)
     new = ols.dynamic_loss_scale(growth_interval=lowered)
     assert new.adjust(state, True).loss_scale == 16
+
+
+def test_adjust_of_the_static_rule_keeps_a_rule_state_of_ones_own():
+    rule, own = ols.static_loss_scale(8.0), (jnp.int32(3), "text")
+    state = rule.adjust(rule.init()._replace(rule_state=own), False)
+    assert state.rule_state == own
+    assert (state.loss_scale, state.step_count) == (8.0, 1)
 
 
 def test_the_scale_never_exceeds_the_largest_scale_with_a_normal_reciprocal():

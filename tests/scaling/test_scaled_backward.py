@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -193,13 +194,23 @@ def test_a_trainer_may_add_auxiliary_data_to_the_loss():
 
 
 def test_a_list_of_a_loss_and_auxiliary_data_is_taken_for_a_pair():
-    inside = ols.scaled_backward(lambda x: [x**2, "aux"], SCALE, has_aux=True)
-    loss, aux = inside(jnp.float32(3.0))
-    assert (loss, aux) == (9.0, "aux")
+    for pair in (list, LossAndAux._make):
+        inside = ols.scaled_backward(lambda x: pair([x**2, 1]), SCALE, has_aux=True)  # noqa: B023
+        loss, aux = inside(jnp.float32(3.0))
+        assert (loss, aux) == (9.0, 1)
+
+
+class LossAndAux(NamedTuple):
+    loss: jax.Array
+    aux: int
 
 
 class Trainer:
     def loss(self, params, x):
+        return loss_fn(params, x)
+
+    @ols.autocast
+    def lowered_loss(self, params, x):
         return loss_fn(params, x)
 
 
@@ -210,8 +221,9 @@ class Trainer:
         jax.jit(loss_fn),
         ols.autocast(loss_fn),
         Trainer().loss,
+        Trainer().lowered_loss,
     ],
-    ids=["keywords only", "jit", "autocast", "method"],
+    ids=["keywords only", "jit", "autocast", "method", "decorated method"],
 )
 def test_parameters_may_be_passed_by_name(fun):
     by_name = lambda fun: jax.grad(lambda p: fun(params=p, x=X))(PARAMS)  # noqa: E731
@@ -439,6 +451,12 @@ class Weight(nnx.Module):
         self.seen = nnx.BatchStat(jnp.float32(1.0))
 
 
+class Wrapper(nnx.Module):
+    def __init__(self, model):
+        self.model = model
+        self.new = nnx.Cache(model.w[...] * 2)
+
+
 def merged(model):
     return nnx.merge(*nnx.split(model))
 
@@ -458,6 +476,7 @@ RETURNED = {
     "a copy": (nnx.clone, lambda m: m.w[...]),
     "a merged module": (merged, lambda m: m.w[...]),
     "a new variable": (lambda m: nnx.Cache(2 * m.w[...]), lambda v: v[...]),
+    "a module with both": (lambda m: Wrapper(m), lambda w: w.new[...] + w.model.w[...]),
 }
 
 
@@ -490,11 +509,6 @@ def test_what_follows_the_function_is_not_scaled_on_its_way():
 
 
 def test_a_module_inside_one_that_is_returned_is_changed_back():
-    class Wrapper(nnx.Module):
-        def __init__(self, model):
-            self.model = model
-            self.count = nnx.Cache(jnp.float32(0.0))
-
     def gradient(fun):
         def loss(model):
             value, _ = fun(model)
@@ -505,6 +519,18 @@ def test_a_module_inside_one_that_is_returned_is_changed_back():
     fun = lambda m: (m.w[...] ** 2, Wrapper(m))  # noqa: E731
     inside = ols.scaled_backward(fun, SCALE, has_aux=True)
     assert_same_bits(gradient(inside), gradient(fun))
+
+
+def test_a_gradient_through_a_state_that_is_returned_beside_a_module_is_true():
+    def fun(model, state):
+        return model.w[...] * state["w"][...], (model, state)
+
+    def gradient(fun):
+        return jax.grad(lambda s: fun(Weight(), s)[1][1]["w"][...] ** 2)
+
+    inside = ols.scaled_backward(fun, SCALE, argnums=1, has_aux=True)
+    state = nnx.state(Weight())
+    assert_same_bits(gradient(inside)(state), gradient(fun)(state))
 
 
 def test_a_module_that_is_returned_stays_the_same_object():
@@ -602,6 +628,19 @@ def test_arrays_beside_a_module_have_true_gradients(argnums):
         assert_same_bits(gradients(inside), gradients(loss))
     else:  # A trainer may differentiate an argument that was not named.
         assert_same_bits(gradient(inside), gradient(loss))
+
+
+def test_half_precision_data_beside_a_module_have_true_gradients():
+    def loss(params, batch):
+        x = batch["x"].astype(jnp.float32)
+        return loss_fn(params, x) + net_loss(batch["teacher"], x)
+
+    def gradient(fun):
+        teacher = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        to_x = jax.grad(lambda x: fun(PARAMS, {"teacher": teacher, "x": x}))
+        return to_x(X.astype(jnp.float16))
+
+    assert_same_bits(gradient(ols.scaled_backward(loss, SCALE)), gradient(loss))
 
 
 def test_a_gradient_goes_through_what_a_module_remembers_from_call_to_call():
@@ -777,6 +816,11 @@ def test_parameters_below_float32_are_refused_when_they_are_differentiated():
     ("call", "error", "message"),
     [
         (lambda: ols.scaled_backward(loss_fn, 0.0), ValueError, "must be positive"),
+        (
+            lambda: ols.scaled_backward(loss_fn, jnp.float32(2.0**127)),
+            ValueError,
+            "must be positive",
+        ),
         (lambda: ols.scaled_backward(1.0, 2.0), TypeError, "must be a function"),
         (lambda: ols.scaled_backward(loss_fn, "8"), TypeError, "must be a number"),
         (

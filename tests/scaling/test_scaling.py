@@ -110,6 +110,7 @@ def test_unscale_does_not_touch_leaves_that_the_mask_excludes():
         assert out["w"]["a"].tolist() == [2.0**-10] * 2
     with pytest.raises(ValueError, match="Dict key" if IS_JAX_0_7 else "dict"):
         ols.unscale(tree, STATE, mask={"other": True})
+    assert ols.unscale(tree, STATE, mask=False) == tree
 
 
 def test_leaves_that_are_left_alone_are_not_taken_for_unscaled_ones():

@@ -198,7 +198,7 @@ def test_set_gives_every_member_of_a_stacked_state_the_scale():
     [
         *(
             (ValueError, value, "positive, finite, and from")
-            for value in (0, -1.0, np.nan, np.inf, 2.0**127, 1e-45)
+            for value in (0, -1.0, np.nan, np.inf, 2.0**127, 1e-45, jnp.float32(np.inf))
         ),
         *((TypeError, value, "a number, got") for value in (True, "8", None, 1j)),
     ],

@@ -21,6 +21,7 @@ GRADS = jax.tree.map(lambda p: 0.25 * p + 0.5, PARAMS)
 SCALE = 2.0**10
 RULE = ols.dynamic_loss_scale(SCALE)
 STATIC = ols.static_loss_scale(SCALE)
+UNCHECKED = ols.static_loss_scale(SCALE, skip_nonfinite=False)
 
 
 def scaled(grads, factor=SCALE):
@@ -66,9 +67,7 @@ def test_on_a_bad_step_the_inner_optimizer_sees_zeros_and_no_nan(poison, verdict
         assert extra_args == {"value": 0.0}
 
 
-@pytest.mark.parametrize(
-    "rule", [ols.static_loss_scale(SCALE, skip_nonfinite=False), ols.no_loss_scale()]
-)
+@pytest.mark.parametrize("rule", [UNCHECKED, ols.no_loss_scale()])
 def test_of_a_step_that_is_not_accepted_no_nan_is_seen_under_any_rule(rule):
     seen = []
     tx = ols.loss_scaled(recorder(seen), rule)
@@ -226,16 +225,23 @@ def test_optax_can_map_over_the_parameters_in_the_state():
 
 
 def test_a_weakly_typed_parameter_or_inner_state_makes_no_weakly_typed_state():
-    first = {"count": jnp.asarray(0), "mean": jnp.asarray(0.0), "period": 7}
+    first = {
+        "count": jnp.asarray(0),
+        "mean": jnp.asarray(0.0),
+        "norms": jnp.full(4, 0.0),
+        "period": 7,
+    }
     inner = optax.GradientTransformation(lambda params: first, lambda g, s, p: (g, s))
     tx = ols.loss_scaled(inner)
     state = tx.init(0.5)
     assert state.inner_state["period"] is first["period"]
     _, after = tx.update(jnp.ones(()), state, 0.5)
     for strong in (state, after):
-        count, mean = strong.inner_state["count"], strong.inner_state["mean"]
-        assert (count.dtype, mean.dtype) == (jnp.int32, jnp.float32)
-        assert not any(x.weak_type for x in (count, mean, *strong.loss_scale_state[:5]))
+        inner_state = [strong.inner_state[name] for name in ("count", "mean", "norms")]
+        dtypes = [leaf.dtype for leaf in inner_state]
+        assert dtypes == [jnp.int32, jnp.float32, jnp.float32]
+        counts = strong.loss_scale_state[:5]
+        assert not any(leaf.weak_type for leaf in (*inner_state, *counts))
 
 
 @pytest.mark.parametrize("check_updates", [False, True])
@@ -290,8 +296,18 @@ def test_check_updates_skips_and_counts_the_step_but_keeps_the_scale(value, run)
     assert not jnp.isfinite(updates["w"]).all()
 
 
+def test_check_updates_looks_at_no_state_which_may_be_infinite_by_design():
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=4)
+    inner = lenient(optax.chain(optax.sgd(1.0), plateau))
+    tx = ols.loss_scaled(inner, RULE, check_updates=True)
+    state = tx.init(PARAMS)
+    assert jnp.isinf(state.inner_state[1].best_value)
+    updates, _ = tx.update(scaled(GRADS), state, PARAMS, value=jnp.float32(1.0))
+    assert_same_bits(updates, jax.tree.map(lambda g: -g, GRADS))
+
+
 def test_check_updates_skips_nothing_under_a_rule_that_never_skips():
-    rule = ols.static_loss_scale(SCALE, skip_nonfinite=False)
+    rule = UNCHECKED
     tx = ols.loss_scaled(bad_updates_above(100.0), rule, check_updates=True)
     large = scaled(GRADS, SCALE * 1000)
     updates, state = tx.update(large, tx.init(PARAMS), PARAMS)
@@ -341,6 +357,10 @@ def test_a_mask_that_is_a_function_is_given_the_gradients():
     for target in (params, jax.tree.map(lambda p: p.astype(jnp.float32), params)):
         updates, _ = tx.update(grads, tx.init(target), target)
         assert_same_bits(updates, {"w": jnp.ones(2), "b": jnp.ones(2)})
+    with_int = {**grads, "n": np.zeros(3, jax.dtypes.float0)}
+    target = {**params, "n": jnp.arange(3)}
+    updates, _ = jax.jit(lambda s: tx.update(with_int, s, target))(tx.init(target))
+    assert_same_bits(updates["w"], jnp.ones(2))
     bad = bad_updates_above(0.5)
     tx = ols.loss_scaled(bad, RULE, unscale_mask=is_half, check_updates=True)
     _, state = tx.update(grads, tx.init(params), params)
@@ -549,6 +569,45 @@ def test_integers_are_held_fixed_whatever_gradient_jax_gives_them():
     assert optax.apply_updates(params, updates)["steps"].tolist() == [0, 1, 2]
     bad = {**grads, "w": grads["w"].at[0].set(jnp.nan)}
     assert not np.any(tx.update(bad, tx.init(params), params)[0]["w"])
+
+
+@pytest.mark.parametrize("make", [optax.sgd, optax.lamb])
+@pytest.mark.parametrize("rule", [STATIC, ols.no_loss_scale()], ids=["scaled", "none"])
+def test_an_optimizer_sees_no_integers_under_any_rule(rule, make):
+    bare = lenient(make(0.1))
+    params, grads = {"w": jnp.ones(2)}, {"w": jnp.arange(2.0)}
+    expected, _ = bare.update(grads, bare.init(params), params)
+    tx = ols.loss_scaled(bare, rule)
+    params["steps"] = jnp.arange(3)
+    state = tx.init(params)
+    grads = {
+        "w": grads["w"] * ols.get_loss_scale(state),
+        "steps": np.zeros(3, jax.dtypes.float0),
+    }
+    assert_same_bits(tx.update(grads, state, params)[0]["w"], expected["w"])
+    if make is optax.sgd:  # It needs no parameters.
+        assert_same_bits(tx.update(grads, state)[0]["w"], expected["w"])
+
+
+def test_while_all_is_finite_a_rule_that_never_skips_takes_the_steps_of_one_that_does():
+    params = {
+        "half": jnp.full(10_000, 3.0, jnp.float16),  # Its squares sum up to 90,000.
+        "float8": jnp.ones(2, jnp.float8_e4m3fn),
+        "weak": jnp.asarray(0.5),
+        "not scaled": jnp.ones(2),
+    }
+    mask = {name: name != "not scaled" for name in params}
+    states, updates = [], []
+    for rule in (STATIC, UNCHECKED):
+        tx = ols.loss_scaled(lenient(optax.lamb(0.1)), rule, unscale_mask=mask)
+        grads = jax.tree.map(lambda p: jnp.full_like(p, 2.0), params)
+        after = tx.update(grads, tx.init(params), params)
+        updates.append(after[0])
+        states.append((tx.init(params), after[1]))
+    assert_same_bits(updates[1], updates[0])
+    assert_same_bits(states[1], states[0])
+    assert types((states[1], updates[1])) == types((states[0], updates[0]))
+    assert all(jnp.isfinite(each).all() for each in jax.tree.leaves(updates[1]))
 
 
 @pytest.mark.parametrize(

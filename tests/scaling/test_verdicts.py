@@ -87,9 +87,12 @@ def test_devices_skip_together_if_the_verdict_of_one_is_false(verdict, name):
     assert len(set(ols.get_loss_scale(new).tolist())) == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "headroom"])
-def test_devices_skip_together_if_the_scale_of_one_is_damaged(name):
-    tx, opt_state = make(name, axis_name="batch")
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("name", ["dynamic", "headroom", "static"])
+def test_devices_skip_together_if_the_scale_of_one_is_damaged(name, skips):
+    rule = RULES[name]._replace(skips=skips)
+    tx = ols.loss_scaled(adam(), rule, axis_name="batch")
+    opt_state = tx.init(PARAMS)
     scales = jnp.asarray([2.0**10, jnp.nan, 2.0**10])
 
     def step(opt_state, scale):
