@@ -250,6 +250,8 @@ def _value_of(leaf: PyTree) -> PyTree:
 
 
 def _has_value(leaf: PyTree, value: PyTree) -> bool:
+    if isinstance(value, flax_nnx().graph.NoUpdate):  # Of a `jax.Ref`, which has it.
+        return True
     return are_same(jax.tree.leaves(_value_of(leaf)), jax.tree.leaves(value))
 
 
@@ -265,13 +267,15 @@ def is_unbound(fun: Any) -> bool:
 
 
 def linen_scopes_of(fun: Callable[..., PyTree], *args: PyTree) -> list[Any]:
-    """The root scopes of linen modules: arguments, in a closure, around the call."""
+    """The root scopes of linen modules: arguments, named in it, around the call."""
     linen = sys.modules.get("flax.linen")
     if linen is None:
         return []
     cells = [x for x in getattr(fun, "__closure__", None) or () if x != _EMPTY]
     objects = [*leaves_of((as_partial(fun), *args)), *linen_modules_around()]
     objects += [cell.cell_contents for cell in cells]
+    if isinstance(fun, types.FunctionType):
+        objects += map(fun.__globals__.get, fun.__code__.co_names)
     modules = [x for x in objects if isinstance(x, linen.Module)]
     scopes = [module.scope.root for module in modules if module.scope is not None]
     return list(dict.fromkeys(scopes))
@@ -322,13 +326,20 @@ def _write(scopes: Sequence[Any], variables: Sequence[dict[str, Any]]) -> None:
 
 
 def _assign(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Makes a nested dict equal to another one, in place."""
+    """Makes a nested dict equal to another one, in place.
+
+    Each dict stays the same object, even an empty one, since a scope may hold it.
+    """
     for name in set(old) - set(new):
-        del old[name]
+        if isinstance(old[name], dict):
+            _assign(old[name], {})
+        else:
+            del old[name]
     for name, value in new.items():
         if old.get(name) is value:
             continue
-        if isinstance(old.get(name), dict) and isinstance(value, dict):
+        if isinstance(value, dict):
+            old[name] = old[name] if isinstance(old.get(name), dict) else {}
             _assign(old[name], value)
         else:
             old[name] = value

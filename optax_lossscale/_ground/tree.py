@@ -79,7 +79,9 @@ def unwrapped(leaf: PyTree) -> PyTree:
 
 def is_wrapped(node: object) -> bool:
     """Whether a node wraps an array, as `nnx.Variable` and Keras's variables do."""
-    return not isinstance(node, jax.Array) and hasattr(type(node), "__jax_array__")
+    # That of a traced `jax.Ref` is None.
+    method = getattr(type(node), "__jax_array__", None)
+    return callable(method) and not isinstance(node, jax.Array)
 
 
 def wrapped_in(tree: PyTree) -> set[int]:

@@ -151,9 +151,11 @@ def _stored_by_leaf(opt_state: optax.OptState, params: optax.Params) -> list[PyT
                     f"for {names[index]!r}. (Pass only the state of these parameters.)"
                 )
             found[index] = each
-    if all(isinstance(state, CompactMasterWeightsState) for state in states):
-        for each in zip(names, leaves, found, strict=True):
-            check_dtype(*each)
+            if isinstance(state, CompactMasterWeightsState):
+                check_dtype(names[index], leaves[index], each)
+    for name, leaf, each in zip(names, leaves, found, strict=True):
+        if is_absent(each):
+            check_dtype(name, leaf, each)
     return found
 
 

@@ -255,10 +255,11 @@ def check_dtype(name: str, param: PyTree, stored: PyTree) -> None:
     if is_absent(param) or got == expected:
         return
     if got is None:
-        has = "no remainder"
+        has = "no master"
         hint = (
             "Was the state made from float32 parameters, or with another `keep`? Make "
-            "it from these ones, then call `set_full_masters`."
+            "it from these ones, then call `set_full_masters`. Is it frozen? Pass only "
+            "what is trained."
         )
     elif got in REMAINDERS.values():
         has = "a remainder of another dtype"

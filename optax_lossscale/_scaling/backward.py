@@ -60,9 +60,9 @@ def scaled_backward(
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.
       argnums: The arguments with parameters, each a tree in float32 or wider. They may
-        be passed by name. The gradients of other arguments are the true ones, too, but
-        not those of modules among them, of what `fun` writes into these, and of what it
-        closes over.
+        be passed by name, but a negative number counts those passed by place. The
+        gradients of other arguments are the true ones, too, but not those of modules
+        among them, of what `fun` writes into these, and of what it closes over.
       has_aux: Whether `fun` returns a pair. A gradient through the auxiliary data is
         the true one, too.
 

@@ -271,7 +271,9 @@ def apply(
 
     if settings.check_updates and settings.rule.skips:
         updates, new = run()
-        checked = where_true(step.is_scaled, updates)
+        is_pair = isinstance(updates, optax.LookaheadParams)  # Of two such trees.
+        parts = updates if is_pair else (updates,)
+        checked = [where_true(step.is_scaled, part) for part in parts]
         updates_finite = is_finite(checked, None, settings.axis_name)
         verdict = reject_unless(updates_finite, verdict, step.loss_scale_state)
         updates, new = mask_results(verdict.is_applied, updates, new, inner_state)

@@ -21,7 +21,7 @@ from jax import lax
 from optax_lossscale._ground.axes import axes_varying, hint_at_axes, vary_over
 from optax_lossscale._ground.checks import SMALLEST_SCALE, python_number
 from optax_lossscale._ground.states import LossScaleState
-from optax_lossscale._ground.tree import is_floating, map_floating, widen
+from optax_lossscale._ground.tree import is_floating, map_floating, wide_dtype, widen
 from optax_lossscale._ground.types import AxisName, PyTree
 from optax_lossscale._scaling.finite import all_finite
 from optax_lossscale._scaling.rules import DynamicRuleState, LossScale
@@ -251,7 +251,8 @@ class DynamicScale(struct.PyTreeNode):
     def _with(self, state: LossScaleState) -> DynamicScale:
         """This object with another scale and count, in the dtypes that it has.
 
-        A loop under 64-bit numbers carries those that Flax's class would have.
+        A loop under 64-bit numbers carries those that Flax's class would have, and a
+        scale that a checkpoint restored in half precision becomes float32, as there.
         """
         count, dtype = state.rule_state.growth_count, jnp.result_type(self.scale)
         if not jnp.issubdtype(dtype, jnp.floating):  # As in `DynamicScale(scale=1024)`.
@@ -259,7 +260,7 @@ class DynamicScale(struct.PyTreeNode):
         return dataclasses.replace(
             self,
             fin_steps=count.astype(jnp.result_type(self.fin_steps)),
-            scale=state.loss_scale.astype(dtype),
+            scale=state.loss_scale.astype(wide_dtype(dtype)),
         )
 
 

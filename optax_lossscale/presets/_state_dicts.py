@@ -144,6 +144,6 @@ def to_torch_state_dict(
 
 def _as_number(name: str, value: Any) -> Any:
     """Unwraps the number in an array or a tensor; leaves other values unchanged."""
-    if np.size(value) != 1:
+    if np.asarray(value).size != 1:
         raise TypeError(f"`{name}` must be one number, got {value!r}.")
     return value.item() if hasattr(value, "item") else value

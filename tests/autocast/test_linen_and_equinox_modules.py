@@ -98,7 +98,8 @@ def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
         with pytest.raises(RuntimeError, match="of the user"):
             ols.autocast(fails)(cast, ROWS)
         assert_same_state(cast.variables, variables)
-        for fun in (cast, cast.__call__, lambda x: cast(x)):
+        of_a_global = eval("lambda x: cast(x)", {"cast": cast})  # As in a notebook.
+        for fun in (cast, cast.__call__, lambda x: cast(x), of_a_global):
             ols.autocast(fun)(ROWS)
             plain(ROWS)
             assert_same_state(cast.variables, plain.variables)
@@ -127,6 +128,71 @@ def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, gi
     with standard_promotion():
         LOOKS[look](*GIVEN[given](bound))
     assert are_same(jax.tree.leaves(bound.variables), before)
+
+
+class Counts(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4)(x)
+        self.sow("losses", "square", jnp.mean(x**2))
+        calls = self.variable("counts", "calls", lambda: jnp.zeros(()))
+        calls.value += 1.0
+        return x
+
+
+class InTurn(nn.Module):
+    """One layer, which is called in several ways in turn."""
+
+    ways: tuple
+
+    def setup(self):
+        self.layer = Counts()
+
+    def __call__(self, x):
+        for way in self.ways:
+            x = way(lambda x: self.layer(x))(x)
+        return x
+
+
+def plain(fun):
+    return fun
+
+
+def looked_at(fun):
+    def look_and_call(x):
+        ols.autocast_report(fun, x)
+        return fun(x)
+
+    return look_and_call
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (ols.autocast, plain),
+        (plain, ols.autocast),
+        (ols.autocast, ols.autocast),
+        (looked_at, ols.autocast),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_every_call_of_one_linen_layer_changes_comes_out(ways):
+    params = {"params": InTurn((plain,)).init(KEYS, ROWS)["params"]}
+
+    def changed(ways):
+        fun = functools.partial(InTurn(ways).apply, mutable=["losses", "counts"])
+        return fun(params, ROWS)[1]
+
+    def loss(params, ways):
+        model = InTurn(ways)
+        _, variables = model.apply(params, ROWS, mutable=["losses", "counts"])
+        return sum(variables["losses"]["layer"]["square"])
+
+    expected = changed((plain, plain))
+    assert len(expected["losses"]["layer"]["square"]) == 2
+    assert_same_state(changed(ways), expected)
+    grads, others = (jax.grad(loss)(params, each) for each in (ways, (plain, plain)))
+    assert_same_state(grads, others)
 
 
 @pytest.mark.slow

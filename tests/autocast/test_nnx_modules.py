@@ -214,3 +214,22 @@ def test_methods_of_an_nnx_module_can_be_decorated():
         assert_same_state(cast.encode(ROWS), plain.encode(ROWS))
     assert cast.dropout.rngs.count[...] == 4
     assert_same_state(nnx.state(cast), nnx.state(plain))
+
+
+class WithRef(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((ROWS.shape[-1], 2)))
+        self.calls = nnx.Variable(jnp.zeros(()), ref=True)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("jit", [unchanged, nnx.jit])
+def test_a_variable_that_is_a_ref_keeps_what_a_call_writes(jit):
+    model, plain = WithRef(), WithRef()
+    cast = jit(ols.autocast(mean_square))
+    for _ in range(2):
+        assert_same_state(cast(model, ROWS), mean_square(plain, ROWS))
+    assert model.calls[...] == plain.calls[...] == 2

@@ -267,6 +267,20 @@ def test_loops_under_64_bit_numbers_carry_what_a_step_made(module):
         assert dynamic_scale.fin_steps == 5
 
 
+@BOTH
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_scale_that_was_restored_in_half_precision_grows_in_float32(module, dtype):
+    dynamic_scale = module.DynamicScale(
+        scale=dtype(2.0**15), growth_factor=1.001, growth_interval=1
+    )
+    for _ in range(4):
+        value_and_grad = dynamic_scale.value_and_grad(lambda w: w**2)
+        dynamic_scale, finite, *_ = value_and_grad(jnp.float32(1.0))
+        assert finite
+    assert dynamic_scale.scale.dtype == jnp.float32
+    np.testing.assert_allclose(dynamic_scale.scale, 2.0**15 * 1.001**2, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_float64_gradients_stay_float64():
     with enable_x64(True):

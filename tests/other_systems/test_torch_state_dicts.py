@@ -36,8 +36,25 @@ def test_a_run_goes_to_torch_and_back_unchanged():
     assert {type(value) for value in state_dict.values()} == {float, int}
 
 
-def test_a_state_dict_can_hold_arrays():
-    arrays = {key: np.asarray(value) for key, value in STATE_DICT.items()}
+class Tensor:
+    """As in torch, `size` is a method."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def size(self):
+        return ()
+
+    def item(self):
+        return self.value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+
+@pytest.mark.parametrize("array", [np.asarray, Tensor])
+def test_a_state_dict_can_hold_arrays(array):
+    arrays = {key: array(value) for key, value in STATE_DICT.items()}
     state = presets.from_torch_state_dict(arrays)[1]
     assert (state.loss_scale, state.rule_state.growth_count) == (1024.0, 2)
 

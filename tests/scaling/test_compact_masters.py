@@ -245,7 +245,28 @@ NOT_CAST_BACK = "Has the model not been cast back"
 
 IN_BFLOAT16 = {"w": jnp.ones(3, jnp.bfloat16)}
 IN_INT32 = jax.tree.map(lambda x: x.astype("int32"), STATE)
+BOTH = optax.partition(
+    {"compact": compact(adam()), "full": FULL}, {"a": "compact", "b": "full"}
+)
+A_AND_B = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.float16)}
+WIDE_A_AND_B = ols.cast_params(A_AND_B, jnp.float32)
+FROZEN = optax.partition(
+    {"full": FULL, "frozen": optax.set_to_zero()}, {"a": "frozen", "b": "full"}
+)
 UNFIT = [
+    (lambda: ols.full_masters(WIDE_A_AND_B, BOTH.init(A_AND_B)), NOT_CAST_BACK),
+    (
+        lambda: ols.set_full_masters(WIDE_A_AND_B, BOTH.init(A_AND_B), A_AND_B),
+        NOT_CAST_BACK,
+    ),
+    (
+        lambda: ols.full_masters(A_AND_B, FROZEN.init(A_AND_B)),
+        "Pass only what is trained",
+    ),
+    (
+        lambda: ols.set_full_masters(A_AND_B, FROZEN.init(A_AND_B), WIDE_A_AND_B),
+        "Pass only",
+    ),
     (lambda: FULL.update(HALF, FULL.init(HALF)), "needs `params`"),
     (lambda: TX.update(HALF, STATE), "needs `params`"),
     (lambda: FULL.update(HALF, STATE, HALF), "`compact=False`, got a CompactMaster"),

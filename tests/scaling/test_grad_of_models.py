@@ -485,3 +485,17 @@ def test_an_optimizer_of_several_modules_may_select_by_their_paths(wrt, graph_mo
         np.testing.assert_array_equal(models["head"].bias[...], [-4.0, -4.0])
         is_frozen = bool(jnp.all(models["body"].bias[...] == before))
         assert is_frozen == (wrt is not nnx.Param)
+
+
+def test_a_model_may_have_variables_that_are_refs():
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.float32(3.0))
+            self.calls = nnx.Variable(jnp.zeros(()), ref=True)
+
+    @nnx.jit
+    def gradient(model):
+        grads = ols.scaled_grad(lambda model: model.w[...] ** 2, STATE)(model)
+        return grads["w"][...]
+
+    assert gradient(Counts()) == 6 * ols.get_loss_scale(STATE)

@@ -649,6 +649,21 @@ def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     assert_same_bits((updates, state.inner_state), expected)
 
 
+def test_the_updates_of_lookahead_are_checked_inside_the_mask():
+    tx = ols.loss_scaled(
+        lenient(optax.lookahead(optax.sgd(2.0**30), 2, 0.5)),
+        RULE,
+        unscale_mask={"w": True, "b": False},
+        check_updates=True,
+    )
+    pairs = optax.LookaheadParams(fast=PARAMS, slow=PARAMS)
+    grads = {"w": scaled(GRADS["w"]), "b": jnp.asarray([jnp.inf, 1.0])}
+    updates, state = tx.update(grads, tx.init(pairs), pairs)
+    assert_same_bits(updates.fast["w"], -(2.0**30) * GRADS["w"])
+    _, state = tx.update({**grads, "w": jnp.full((2, 2), 1e38)}, state, pairs)
+    assert not state.loss_scale_state.last_finite
+
+
 @pytest.mark.slow
 def test_in_an_ensemble_only_the_bad_member_skips():
     tx = ols.loss_scaled(optax.sgd(1.0), RULE)
