@@ -338,8 +338,7 @@ def _assign(old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, value in new.items():
         if old.get(name) is value:
             continue
-        if isinstance(value, dict):
-            old[name] = old[name] if isinstance(old.get(name), dict) else {}
+        if isinstance(old.get(name), dict) and isinstance(value, dict):
             _assign(old[name], value)
         else:
             old[name] = value

@@ -24,7 +24,7 @@ from optax_lossscale._ground.nnx import (
 from optax_lossscale._ground.tree import is_wrapped, wrapped_in
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_outer_wrappers
-from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
+from optax_lossscale._scaling.scale import one_loss_scale, scale_leaves, unscale_leaves
 from optax_lossscale._scaling.state import get_loss_scale
 
 
@@ -97,7 +97,7 @@ def scaled_backward(
     def same_fun(*args: Any, **kwargs: Any) -> Any:
         if not is_number:
             warn_if_constant(loss_scale)
-        factor = number if is_number else get_loss_scale(loss_scale)
+        factor = number if is_number else one_loss_scale(loss_scale)
         positional, named, restore = _with_unscaled(fun, numbers, args, kwargs, factor)
         try:
             result = fun(*positional, **named)

@@ -205,6 +205,9 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         if old is None or jnp.shape(new) != jnp.shape(old):
             got = "None" if old is None else jnp.shape(old)
             raise ValueError(f"{jnp.shape(new)} and {got}.")
+        if jnp.shape(new)[: is_applied.ndim] != is_applied.shape:
+            members = f"a state of {is_applied.shape} members"
+            raise ValueError(f"{jnp.shape(new)}, not led by {members}.")
         if (dtype := dtype_of(new)) is not None and dtype != dtype_of(old):
             old = jnp.asarray(old).astype(dtype)
         # A state may have an entry for each device or ensemble member.

@@ -284,7 +284,7 @@ def dynamic_loss_scale(
         Counting(growth_interval, hysteresis, hysteresis_refill == "finite"),
         Factors(growth_factor, backoff_factor),
         bounds,
-        are_scheduled=callable(min_scale) or callable(max_scale),
+        moving=(callable(min_scale), callable(max_scale)),
         lifts_to_floor=False,
     )
 
@@ -373,13 +373,14 @@ def classic_rule(
     factors: Factors = DOUBLE_OR_HALVE,
     bounds: _Bounds = _UNBOUNDED,
     *,
-    are_scheduled: bool = False,
+    moving: tuple[bool, bool] = (False, False),
     lifts_to_floor: bool = True,
 ) -> LossScale:
     """The rule of `dynamic_loss_scale`, from settings that are checked.
 
-    In other systems a backoff lifts any scale below the floor to it. Otherwise it lifts
-    only the first one, and keeps one that `set_loss_scale` has put lower.
+    A floor or cap that is `moving` applies to every step. In other systems a backoff
+    lifts any scale below the floor to it. Otherwise it lifts only the first one, and
+    keeps one that `set_loss_scale` has put lower.
     """
 
     def change(
@@ -393,7 +394,8 @@ def classic_rule(
         if not lifts_to_floor:
             floor = jnp.where(s < jnp.minimum(low, init_scale), s, low)
         s = factors.resize(s, grows, backs_off, floor, high)
-        return jnp.clip(s, low, high) if are_scheduled else s, counts
+        s = jnp.maximum(s, jnp.clip(low, max=high)) if moving[0] else s
+        return jnp.clip(s, max=high) if moving[1] else s, counts
 
     return make_rule(init_scale, counting.first, change)
 

@@ -77,14 +77,20 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
 
 def multiply(tree: PyTree, state: PyTree) -> PyTree:
     """`scale`, without the checks for what users may have mistaken."""
+    loss_scale = one_loss_scale(state)
+    check_arrays(jax.tree.leaves(tree))
+    return map_floating(scale_leaves, tree, loss_scale)
+
+
+def one_loss_scale(state: PyTree) -> jax.Array:
+    """The loss scale of a state that is not that of several members."""
     loss_scale = get_loss_scale(state)
     if loss_scale.ndim:
         raise ValueError(
             f"the loss scale must be a scalar, got shape {loss_scale.shape}, one for "
             "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
         )
-    check_arrays(jax.tree.leaves(tree))
-    return map_floating(scale_leaves, tree, loss_scale)
+    return loss_scale
 
 
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:

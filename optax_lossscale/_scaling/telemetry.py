@@ -200,8 +200,11 @@ def with_stall_warning(state: LossScaleState, after: int) -> LossScaleState:
         return loss_scale
 
     count, loss_scale = state.notfinite_count, lax.stop_gradient(state.loss_scale)
-    call = functools.partial(
-        jax.pure_callback, warn, loss_scale, vmap_method="expand_dims"
-    )
+
+    def call(s: jax.Array, count: jax.Array) -> jax.Array:
+        called = jax.pure_callback(warn, s, s, count, vmap_method="expand_dims")
+        # Both are equal, but only the second varies over devices in `shard_map`.
+        return jnp.minimum(called, s)
+
     same = lax.cond(count == after, call, lambda s, _: s, loss_scale, count)
     return state._replace(loss_scale=same)

@@ -519,6 +519,37 @@ def test_the_update_never_branches_on_the_verdict_of_one_device(rule, check_upda
         over_devices(local_verdict, P("data"), P())(jnp.ones(8))
 
 
+@CHECK_VMA
+@pytest.mark.parametrize(("axis_name", "spec"), [(None, P("data")), ("data", P())])
+def test_in_shard_map_a_stall_is_warned_of(axis_name, spec, check_vma):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=1, axis_name=axis_name)
+
+    def scales(grad):
+        _, state = tx.update(grad, tx.init(grad))
+        return ols.get_loss_scale(state)[None]
+
+    step = over_devices(scales, P("data"), spec, check_vma=check_vma)
+    with pytest.warns(RuntimeWarning, match="the last 1 steps were skipped"):
+        after = step(jnp.ones(8).at[3].set(jnp.nan)).tolist()
+    own = [SCALE] * 3 + [SCALE / 2] + [SCALE] * 4
+    assert after == (own if axis_name is None else [SCALE / 2])
+
+
+def test_a_stall_is_warned_of_on_any_device():
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, warn_after=1)
+    grad = jax.device_put(jnp.full(2, jnp.nan), jax.devices()[1])
+    with pytest.warns(RuntimeWarning, match="the last 1 steps were skipped"):
+        jax.block_until_ready(jax.jit(lambda g: tx.update(g, tx.init(g)))(grad))
+
+
+def test_a_state_whose_scale_was_set_goes_to_the_devices_of_the_parameters():
+    tx = ols.loss_scaled(adam(), RULE)
+    params = jax.device_put(PARAMS, jax.devices()[1])
+    state = ols.set_loss_scale(tx.init(PARAMS), 8.0)
+    updates, _ = jax.jit(tx.update)(params, state, params)
+    assert updates["w"].devices() == {jax.devices()[1]}
+
+
 @pytest.mark.parametrize(("inner", "sign"), [(None, 1), (optax.sgd(1.0), -1)])
 def test_gradients_are_never_reduced_over_devices(inner, sign):
     # flax's DynamicScale(axis_name=...) gives N times the gradient under check_vma.

@@ -53,6 +53,25 @@ def test_after_a_cap_has_risen_an_overflow_lowers_the_scale_by_one_bit():
     assert scales_after(rule, [2.0**-12] * 3 + [INF]) == expected
 
 
+def test_a_fixed_bound_beside_a_scheduled_one_applies_to_changes_only():
+    rule = ols.dynamic_loss_scale(min_scale=1.0, max_scale=lambda step: 2.0**24)
+    below = ols.set_loss_scale(rule.init(), 0.125)
+    assert rule.adjust(below, False).loss_scale == rule.adjust(below, True).loss_scale
+    assert rule.adjust(below, False).loss_scale == 0.125
+    rule = ols.dynamic_loss_scale(64.0, min_scale=powers, max_scale=8.0)
+    assert scales_after(rule, [1.0, INF, INF, INF, INF]) == [64.0, 32.0, 16.0, 8.0, 8.0]
+
+
+@of_both_rules
+def test_a_schedule_goes_on_for_as_long_as_a_run(make):
+    def cap(step):
+        return jnp.where(step < 10**9, 2.0**10, 2.0**5)
+
+    rule = make(2.0**15, min_scale=1.0, max_scale=cap)
+    state = rule.init()._replace(step_count=jnp.int32(10**9))
+    assert rule.adjust(state, True, 2.0**-20).loss_scale == 2.0**5
+
+
 def test_a_cap_that_falls_applies_to_a_step_that_backs_off_too():
     cap = lambda step: jnp.where(step < 2, 2.0**10, 2.0**5)  # noqa: E731
     rule = ols.dynamic_loss_scale(2.0**15, max_scale=cap)

@@ -69,10 +69,10 @@ def stored(program):
     ("shape", "dtype", "verdicts"),
     [
         ((SIZE,), jnp.complex64, {}),
-        ((5, 5, 40, 100), jnp.float32, {}),  # Of a convolution.
+        ((5, 5, 5, 10, 80), jnp.float32, {}),  # Of a convolution.
         ((SIZE,), jnp.float32, {"accept": True}),
     ],
-    ids=["complex", "four axes", "accept"],
+    ids=["complex", "five axes", "accept"],
 )
 def test_moments_are_never_copied(shape, dtype, verdicts):
     bare = lenient(OPTIMIZERS["sgd with momentum"])

@@ -63,6 +63,8 @@ def test_jax_keyword_arguments_pass_through():
     assert grads["steps"].dtype == jax.dtypes.float0
     grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=False)(params)
     assert grads["steps"] is None
+    value_and_grad = ols.scaled_value_and_grad(lambda z: z**2, STATE, holomorphic=True)
+    assert value_and_grad(jnp.complex64(1 + 1j)) == (2j, 2048 + 2048j)
 
 
 def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():

@@ -86,6 +86,7 @@ LOSSES = {
     "several modules": (of_two, {"argnums": (0, 1)}, lambda: (Net(0), Net(1), X)),
     "the second one": (of_two, {"argnums": 1}, lambda: (Net(0), Net(1), X)),
     "some variables": (loss_fn, {"argnums": KERNELS}, lambda: (Net(), X, Y)),
+    "some, and all": (of_two, {"argnums": (KERNELS, 1)}, lambda: (Net(0), Net(1), X)),
     "a partial": (PARTIAL, {}, lambda: (Net(), X)),
     "mapped and scanned layers": (loss_fn, {}, lambda: (Deep(), X, Y)),
     "auxiliary output": (with_aux, {"has_aux": True}, lambda: (Net(), X)),
@@ -102,6 +103,17 @@ def test_every_way_of_passing_modules_is_differentiated_as_by_nnx(name):
         (grads, aux), (expected, expected_aux) = grads, expected
         np.testing.assert_allclose(aux["out"], expected_aux["out"], rtol=1e-6)
     assert_scaled(grads, expected)
+
+
+def test_keyword_arguments_of_nnx_pass_through():
+    class Quantized(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2, jnp.int8))
+            self.gain = nnx.Param(jnp.float32(2.0))
+
+    fun = lambda m: jnp.sum(m.w[...].astype(jnp.float32)) * m.gain[...]  # noqa: E731
+    grads = ols.scaled_grad(fun, STATE, allow_int=True)(Quantized())
+    assert grads["gain"][...] == 2 * ols.get_loss_scale(STATE)
 
 
 def test_data_may_be_passed_by_keyword_beside_a_module():

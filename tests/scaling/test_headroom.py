@@ -214,6 +214,14 @@ def test_of_a_long_memory_the_last_32_steps_of_zeros_raise_the_scale():
     assert zeros.loss_scale[31] == 16 * first.loss_scale
 
 
+def test_the_recent_magnitudes_may_be_many():
+    rule = ols.headroom_loss_scale(recent=500, margin_bits=0.0)
+    maxima = np.asarray([1.0] + [2.0**-5] * 500, np.float32)
+    scales = states_after(rule, [True] * 501, grads_max=maxima).loss_scale
+    assert np.all(scales[:500] == 2.0**15)
+    assert scales[500] == 2.0**20
+
+
 def test_in_a_wide_dtype_gradients_overflow_where_float32_does():
     maxima = np.asarray([1.0, INF, INF, 2.0**90, 0.0], np.float32)
     wide, float32 = (

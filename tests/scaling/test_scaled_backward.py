@@ -165,6 +165,14 @@ def test_each_member_of_an_ensemble_may_have_its_own_scale():
             close(actual[name][member], expected[name], rtol=1e-5, atol=1e-7)
 
 
+def test_the_state_of_several_members_is_refused_outside_vmap():
+    state = ols.static_loss_scale(SCALE).init()
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    inside = ols.scaled_backward(loss_fn, several)
+    with pytest.raises(ValueError, match="must be a scalar, got shape"):
+        inside(PARAMS, X)
+
+
 def test_auxiliary_data_and_leaves_that_are_held_fixed_pass():
     def loss(params, x):
         return loss_fn(params, x) * params["n"], {"x": x, "name": "loss"}
@@ -531,6 +539,14 @@ def test_a_gradient_through_a_state_that_is_returned_beside_a_module_is_true():
     inside = ols.scaled_backward(fun, SCALE, argnums=1, has_aux=True)
     state = nnx.state(Weight())
     assert_same_bits(gradient(inside)(state), gradient(fun)(state))
+
+
+def test_a_module_that_is_only_read_may_be_returned_under_vmap():
+    model = Weight()
+    fun = lambda x, model: (model.w[...] * x, model)  # noqa: E731
+    inside = ols.scaled_backward(fun, SCALE, has_aux=True)
+    grads = jax.vmap(jax.grad(lambda x: inside(x, model)[0]))(jnp.ones(2))
+    assert grads.tolist() == [3.0, 3.0]
 
 
 def test_a_module_that_is_returned_stays_the_same_object():

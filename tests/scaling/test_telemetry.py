@@ -308,6 +308,12 @@ def test_warn_after_counts_steps_that_are_not_accepted(rule):
     assert message.startswith("the last 2 steps were skipped, and the loss scale is 1")
 
 
+def test_warn_after_counts_steps_that_are_rejected_for_their_updates():
+    tx = ols.loss_scaled(optax.sgd(jnp.inf), RULE, warn_after=2, check_updates=True)
+    update = jax.jit(lambda state: tx.update(jnp.ones(2), state)[1])
+    assert len(warnings_of(lambda: update(update(tx.init(jnp.ones(2)))))) == 1
+
+
 def test_a_step_that_warns_can_be_differentiated_by_its_scale():
     tx = ols.loss_scaled(optax.sgd(1.0), RULE, warn_after=2)
     state, grads = tx.init(jnp.ones(())), jnp.float32(1024.0)

@@ -58,6 +58,9 @@ def test_each_member_of_a_stacked_state_selects_its_own_rows():
     new, old = jnp.ones((2, 2)), jnp.zeros((2, 2))
     kept = ols.where_applied(states, new, old)
     np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
+    for shape in ((), (1, 2), (3,)):
+        with pytest.raises(ValueError, match=r"not led by a state of \(2,\) members"):
+            ols.where_applied(states, jnp.ones(shape), jnp.zeros(shape))
 
 
 def test_a_state_may_have_an_entry_for_each_device_and_each_member():
