@@ -261,7 +261,7 @@ def _one_float64(name: str, value: object) -> np.ndarray:
 def _as_numpy(value: object) -> np.ndarray:
     """An array, of one object if the parts of `value` differ in shape."""
     try:
-        array = np.asarray(value)
+        array = np.asarray(jax.device_get(value))
     except ValueError:
         return np.asarray(None)
     # NumPy's integers are too small for 2**126, so it makes an array of objects.

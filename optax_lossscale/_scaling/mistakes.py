@@ -143,17 +143,21 @@ def warn_of_links_before(state: PyTree) -> None:
 
 
 def _links_behind(state: PyTree) -> list[LossScaleState]:
-    """The states of loss scales behind other transformations in a chain."""
+    """The states of loss scales in a chain, behind a clip or `optax.zero_nans`.
+
+    Other links have states that users may hold beside that of an optimizer, in a tuple.
+    """
 
     def is_chain(node: PyTree) -> bool:
         return type(node) is tuple
 
     found = list[LossScaleState]()
     for chain in filter(is_chain, jax.tree.leaves(state, is_leaf=is_chain)):
-        are_of_optax = [type(link).__module__.startswith("optax.") for link in chain]
-        for place, link in enumerate(chain):
+        is_behind = False
+        for link in chain:
             inside = [each for _, each in find_by_type(link, LossScaleState)]
-            found += inside if any(are_of_optax[:place]) else _links_behind(link)
+            found += inside if is_behind else _links_behind(link)
+            is_behind |= isinstance(link, optax.EmptyState | optax.ZeroNansState)
     return found
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from optax_lossscale._ground.checks import check_concrete, check_count
 from optax_lossscale._ground.states import LossScaleState
-from optax_lossscale._ground.tree import is_floating
+from optax_lossscale._ground.tree import is_floating, strengthen
 from optax_lossscale._ground.types import PyTree, public
 from optax_lossscale._scaling.mistakes import warn_of_outer_wrappers
 from optax_lossscale._scaling.scale import unscale
@@ -103,7 +103,8 @@ def _skip_rate(skipped: jax.Array, steps: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _norm(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.asarray(optax.tree.norm(leaves))
+    norm: jax.Array = strengthen(jnp.asarray(optax.tree.norm(leaves)))
+    return norm
 
 
 def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:

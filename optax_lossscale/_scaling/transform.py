@@ -90,7 +90,9 @@ def loss_scaled(
         that makes one from them. Where it is False, nothing is unscaled or checked.
       check_updates: Whether nonfinite updates skip a step too; the scale then stays.
       warn_after: Warn on the host when this many steps in a row were skipped, at least
-        1. It costs a callback, so the program cannot be exported. None never warns.
+        1. It costs a callback, so the program cannot be exported. Python shows a
+        warning of the same text once, unless `warnings.simplefilter` says otherwise.
+        None never warns.
       grads_unscaled: The default of the argument of `update` with this name.
 
     Returns:

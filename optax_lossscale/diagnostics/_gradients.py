@@ -15,7 +15,13 @@ from optax_lossscale._autocast.context import without_autocast
 from optax_lossscale._autocast.report import aligned
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_count, check_scale
-from optax_lossscale._ground.nnx import flax_nnx, is_module, is_variable, map_leaves
+from optax_lossscale._ground.nnx import (
+    flax_nnx,
+    is_module,
+    is_state,
+    is_variable,
+    map_leaves,
+)
 from optax_lossscale._ground.tree import widen
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale.diagnostics._trace import check_call, trace_gradients
@@ -107,7 +113,9 @@ def gradient_errors(
     low = _gradients(fun, args, loss_scale, argnums, settings)
     with without_autocast():
         wide_args = _in_float32(args)
-        right = _gradients(reference or fun, wide_args, 1.0, argnums, lambda fun: fun)
+        right = _gradients(
+            reference or fun, wide_args, 1.0, argnums, _with_states_of_its_own
+        )
     return {name: _error_of(low[name], right[name]) for name in right}
 
 
@@ -120,7 +128,7 @@ def _gradients(
 ) -> dict[str, np.ndarray]:
     """The unscaled gradients by their paths, as one compiled program computes them."""
     traced, names = trace_gradients(fun, args, loss_scale, argnums, cast)
-    with jax.debug_nans(False), jax.debug_infs(False):
+    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
         lowered = jax.jit(core.jaxpr_as_fun(traced.program)).lower(*traced.arrays)
         # Or XLA leaves out that a result is rounded, and computes on in float32.
         compiled = lowered.compile({"xla_allow_excess_precision": False})
@@ -128,6 +136,18 @@ def _gradients(
     wide = [np.asarray(widen(x)) for x in results]
     wide = [x.astype(complex if np.iscomplexobj(x) else float) for x in wide]
     return {name: x / loss_scale for name, x in zip(names, wide, strict=True)}
+
+
+def _with_states_of_its_own(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that may change what it merges from states, as under `autocast`."""
+
+    def call(*args: PyTree) -> PyTree:
+        def renewed(node: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf, node) if is_state(node) else node
+
+        return fun(*map_leaves(renewed, args))
+
+    return call
 
 
 def _in_float32(tree: PyTree) -> PyTree:

@@ -25,6 +25,14 @@ from optax_lossscale._programs.jaxprs import (
 )
 
 _SOLVERS = (primitives.triangular_solve_p, primitives.tridiagonal_solve_p)
+# Infinite at -1 or 1, or at whole numbers.
+_WITH_POLES = (
+    primitives.log1p_p,
+    primitives.atanh_p,
+    primitives.erf_inv_p,
+    primitives.lgamma_p,
+    primitives.digamma_p,
+)
 
 
 class Context(NamedTuple):
@@ -61,6 +69,11 @@ def is_floating_atom(atom: Atom) -> bool:
     """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
+
+
+def floating_result(equation: core.JaxprEqn) -> Atom:
+    """The first floating result of an operation that has any."""
+    return next(filter(is_floating_atom, equation.outvars))
 
 
 def is_below_float32(dtype: jax.typing.DTypeLike) -> bool:
@@ -188,7 +201,7 @@ class Entry:
     def operation(self, loss_scale: float) -> Operation:
         """What is known of it, once the program ran."""
         equation, context = self.equation, self.context
-        primitive, result = equation.primitive, aval_of(equation.outvars[0])
+        primitive, result = equation.primitive, aval_of(floating_result(equation))
         dtype = result.dtype
         if primitive is low_product_p:
             product = equation.params["product"]
@@ -250,7 +263,7 @@ def _headroom(largest: float, dtype: np.dtype) -> float:
 
 def _cause(equation: core.JaxprEqn, run: Run) -> str:
     """Why an operation made a nonfinite number."""
-    result = equation.outvars[0]
+    result = floating_result(equation)
     is_product = equation.primitive is low_product_p
     low = equation.params["product"].low if is_product else aval_of(result).dtype
     top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
@@ -268,7 +281,8 @@ def _cause(equation: core.JaxprEqn, run: Run) -> str:
         return "The matrix was singular, or nearly so."
     if equation.primitive in ELEMENTWISE and _is_nonfinite_at_zero(equation, run):
         return "An operand was zero."
-    if any(math.isnan(row[0]) for row in run.results):
+    is_nan = any(math.isnan(row[0]) for row in run.results)
+    if is_nan or equation.primitive in _WITH_POLES:
         return "It is not defined for its operands, which were finite."
     return f"An operand was too large: up to {received:.3g}."
 

@@ -191,7 +191,7 @@ def plot_operations(
 
     Args:
       operations: What `trace_operations` returned, or a part of it; not empty.
-      dtype: The floating dtype whose range is shaded.
+      dtype: The floating dtype whose range is shaded, of 32 bits or less.
       ax: Axes to draw into. None makes a new figure.
 
     Returns:
@@ -200,7 +200,7 @@ def plot_operations(
     Raises:
       ImportError: If matplotlib is missing.
       TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `operations` is empty.
+      ValueError: If `operations` is empty, or `dtype` has more than 32 bits.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -212,6 +212,8 @@ def plot_operations(
       'largest magnitude'
     """
     ends = _ends_of(check_float_dtype("dtype", dtype))
+    if jnp.finfo(dtype).bits > 32:
+        raise ValueError(f"`dtype` must have 32 bits or less, got {dtype}.")
     if not operations:
         raise ValueError("`operations` must hold at least one operation, got none.")
     ax = axes_or_new(ax, width=min(14.0, max(7.0, 0.25 * len(operations))), height=5.0)

@@ -24,6 +24,9 @@ FINITE = "It is not defined for its operands, which were finite."
 INFINITE = "An operand was infinite, and the result is NaN."
 CAUSES = [
     (jnp.log, "log", ZERO),
+    (lambda x: jnp.log1p(-x[:, :2]), "log1p", FINITE),
+    (lambda x: jnp.arctanh(x[:, :2]), "atanh", FINITE),
+    (jax.scipy.special.gammaln, "lgamma", FINITE),
     (lambda x: x / x, "div", ZERO),
     (lambda x: 1 / x, "div", ZERO),
     (lambda x: x**-2, "integer_pow", ZERO),
@@ -58,6 +61,16 @@ CAUSES = [
         "In float32 its largest entry is 1e+06, beyond 65504, the largest ",
     ),
 ]
+
+
+def test_an_operation_may_have_a_result_that_is_no_float_before_one_that_is():
+    def loss_fn(x, key):
+        return jnp.sum(x - jax.random.permutation(key, jnp.log(X[0])))
+
+    operations = trace_operations(loss_fn, X[0], jax.random.key(0))
+    assert first_nonfinite(operations).primitive == "log"
+    (sort,) = [x for x in operations if x.primitive == "sort"]
+    assert (sort.dtype, sort.shape, sort.nonfinite) == (jnp.float32, (3,), 1)
 
 
 @pytest.mark.parametrize(("fun", "primitive", "cause"), CAUSES)

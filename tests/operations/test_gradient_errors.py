@@ -136,6 +136,38 @@ def test_nnx_modules_can_be_arguments_and_are_not_changed(dtype):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
 
 
+def test_a_module_may_be_merged_from_states():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    graph, params, rest = nnx.split(Net(), nnx.Param, ...)
+
+    @ols.autocast
+    def loss_fn(params, rest, x):
+        model = nnx.merge(graph, params, rest)
+        return jnp.mean(jnp.tanh(model(x)) ** 2)
+
+    errors = gradient_errors(loss_fn, params, rest, X)
+    of_module = gradient_errors(
+        lambda net, x: jnp.mean(jnp.tanh(net(x)) ** 2), Net(), X
+    )
+    assert {repr(error) for error in errors.values()} == {
+        repr(error) for error in of_module.values()
+    }
+
+
+def test_it_works_where_jit_is_disabled():
+    with jax.disable_jit():
+        assert gradient_errors(loss_fn, PARAMS, X) == gradient_errors(
+            loss_fn, PARAMS, X
+        )
+
+
 def test_variables_that_a_module_has_twice_are_one_parameter():
     class Tied(nnx.Module):
         def __init__(self):

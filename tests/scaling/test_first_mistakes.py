@@ -260,13 +260,24 @@ def test_scaling_does_not_warn_of_a_right_chain(tx):
 
 
 class Run(NamedTuple):
-    average: optax.OptState
+    critic: optax.OptState
     opt_state: optax.OptState
 
 
-def test_a_named_tuple_with_a_state_of_optax_is_no_chain():
-    run = Run(optax.ema(0.9).init(PARAMS), STATE)
-    without_warning(ols.scaled_grad(loss_fn, run), PARAMS, X)
+@pytest.mark.parametrize("run", [Run, lambda *run: run, lambda *run: (PARAMS, *run)])
+@pytest.mark.parametrize(
+    "critic",
+    [
+        optax.ema(0.9),
+        optax.sgd(0.1),
+        optax.adam(0.1),
+        optax.inject_hyperparams(optax.sgd)(0.1),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+    ],
+)
+def test_a_tuple_of_two_states_is_no_chain(critic, run):
+    states = run(critic.init(PARAMS), STATE)
+    without_warning(ols.scaled_grad(loss_fn, states), PARAMS, X)
 
 
 def test_a_chain_may_clip_the_true_gradients_before_loss_scaled():

@@ -125,6 +125,12 @@ def test_no_loss_scale_passes_everything_on_untouched():
     assert after.inner_state.tolist() == [1.0, 1.0]
 
 
+def test_no_loss_scale_starts_with_the_state_of_the_bare_optimizer():
+    params = {"half": jnp.ones(2, jnp.float16), "weak": jnp.asarray(0.5)}
+    state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(params)
+    assert types(state.inner_state) == types(adam().init(params))
+
+
 def compiled_text(update, *args):
     """The optimized program without source positions."""
     text = jax.jit(update).lower(*args).compile().as_text()
