@@ -162,10 +162,9 @@ def test_a_module_may_be_merged_from_states():
 
 
 def test_it_works_where_jit_is_disabled():
+    expected = gradient_errors(loss_fn, PARAMS, X)
     with jax.disable_jit():
-        assert gradient_errors(loss_fn, PARAMS, X) == gradient_errors(
-            loss_fn, PARAMS, X
-        )
+        assert gradient_errors(loss_fn, PARAMS, X) == expected
 
 
 def test_variables_that_a_module_has_twice_are_one_parameter():

@@ -1,5 +1,6 @@
 """Plots show the data they were given; only drawing one needs matplotlib."""
 
+import functools
 import sys
 
 import jax
@@ -93,11 +94,13 @@ def from_scale(scale):
     return plotting.plot_loss_scale(history_of([True]), init_scale=scale)
 
 
+in_float64 = functools.partial(plotting.plot_operations, dtype=np.float64)
 WRONG_VALUES = [
     (from_scale, (0.0,), "`init_scale` must be positive, finite"),
     (from_scale, (float("nan"),), "`init_scale` must be positive, finite"),
     (plotting.plot_underflow_by_leaf, ({"n": jnp.arange(2)},), "have a floating leaf"),
     (plotting.plot_operations, ([],), "at least one operation"),
+    (in_float64, ([],), "`dtype` must have 32 bits or less"),
 ]
 WRONG_TYPES = [
     (from_scale, (STATE,), "`init_scale` must be a number, got LossScale"),
@@ -186,6 +189,12 @@ def test_losses_are_drawn_above_loss_scales_in_the_same_colors():
     (line,) = beneath.lines
     assert (line.get_label(), list(line.get_ydata())) == ("float16", [8.0, 16.0])
     assert line.get_color() == above.lines[1].get_color()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_losses_may_be_a_list_of_arrays_of_any_floating_dtype(dtype):
+    above, _ = plotting.plot_training({"run": [dtype(2.0), dtype(1.0)]}, {})
+    assert list(above.lines[0].get_ydata()) == [2.0, 1.0]
 
 
 def test_a_fifth_run_shows_as_rings_where_it_lies_on_the_first():

@@ -308,6 +308,12 @@ def test_warn_after_counts_steps_that_are_not_accepted(rule):
     assert message.startswith("the last 2 steps were skipped, and the loss scale is 1")
 
 
+def test_every_metric_has_a_strong_type_also_of_no_gradients():
+    for grads in ({}, {"w": jnp.ones(2)}):
+        metrics = ols.loss_scale_metrics(RULE.init(), grads=grads)
+        assert not any(leaf.weak_type for leaf in jax.tree.leaves(metrics))
+
+
 def test_warn_after_counts_steps_that_are_rejected_for_their_updates():
     tx = ols.loss_scaled(optax.sgd(jnp.inf), RULE, warn_after=2, check_updates=True)
     update = jax.jit(lambda state: tx.update(jnp.ones(2), state)[1])
