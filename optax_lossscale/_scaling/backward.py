@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale._ground.checks import check_scale
@@ -97,7 +98,8 @@ def scaled_backward(
     def same_fun(*args: Any, **kwargs: Any) -> Any:
         if not is_number:
             warn_if_constant(loss_scale)
-        factor = number if is_number else one_loss_scale(loss_scale)
+        # An array is made here and not before, because that starts JAX.
+        factor = jnp.asarray(number) if is_number else one_loss_scale(loss_scale)
         positional, named, restore = _with_unscaled(fun, numbers, args, kwargs, factor)
         try:
             result = fun(*positional, **named)
@@ -115,11 +117,11 @@ def scaled_backward(
     return same_fun
 
 
-def _check_number(number: ArrayLike) -> jax.Array:
-    """A loss scale as an array, which may be traced."""
-    if not isinstance(number, jax.core.Tracer):
-        number = check_scale("loss_scale", cast(float, number))
-    return jnp.asarray(number, jnp.float32)
+def _check_number(number: ArrayLike) -> jax.Array | np.float32:
+    """A loss scale in float32, which may be traced."""
+    if isinstance(number, jax.core.Tracer):
+        return jnp.asarray(number, jnp.float32)
+    return np.float32(check_scale("loss_scale", cast(float, number)))
 
 
 def check_function(fun: object, call: str) -> None:

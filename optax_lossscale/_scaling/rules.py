@@ -231,8 +231,8 @@ def dynamic_loss_scale(
       growth_interval: Finite steps in a row after which the scale grows, at least 1.
       min_scale: Floor of the scale, at least `2**-126`. Scales below 1 are legitimate.
         To notice divergence, watch `notfinite_count` and not the floor. A scale that
-        `set_loss_scale` puts below it stays there until it grows. An `optax.Schedule`
-        of `step_count` is applied at every step, not only at changes.
+        `set_loss_scale` puts below it and `init_scale` stays there until it grows. An
+        `optax.Schedule` of `step_count` is applied at every step, not only at changes.
       max_scale: Cap of the scale, at most `2**126`, or a schedule. Where a scheduled
         floor exceeds the cap, the cap wins. If the loss itself is float16, its
         cotangent is the scale: use at most `2**15`.
@@ -479,6 +479,7 @@ def hold(
     """An `adjust` that counts the step and leaves the scale as it is."""
     del grads_max
     finite = _as_bool(grads_finite, state)
+    state = with_arrays(state)
     return count_step(state, finite, state.loss_scale, state.rule_state)
 
 

@@ -147,10 +147,10 @@ def set_loss_scale(
         get_loss_scale(set_loss_scale(tree, value)) = value
 
     The rule continues from the new scale with its present counters. The scale may be
-    outside the bounds of `dynamic_loss_scale`: below the floor an overflow keeps it,
-    and from above the cap the next growth takes it down to the cap. The rules in
-    `presets` do as their systems do, most of which raise it to the floor, and
-    `headroom_loss_scale` computes each scale anew, within its bounds.
+    outside the bounds of `dynamic_loss_scale`: below the floor and the initial scale an
+    overflow keeps it, and from above the cap the next growth takes it down to the cap.
+    The rules in `presets` do as their systems do, most of which raise it to the floor,
+    and `headroom_loss_scale` computes each scale anew, within its bounds.
 
     The tree is not changed in place, so use the result; for an `nnx.Optimizer`,
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.

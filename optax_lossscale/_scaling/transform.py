@@ -348,7 +348,8 @@ def adopt_inner_state(
       Array(32768., dtype=float32)
     """
     check_not_nested("inner_state", inner_state)
-    if hasattr(inner_state, "opt_state"):
+    is_sam = isinstance(inner_state, optax.contrib.SAMState)  # It has a field so named.
+    if hasattr(inner_state, "opt_state") and not is_sam:
         raise TypeError(
             "`inner_state` must be the state of an optimizer, got a "
             f"{type(inner_state).__name__}. (Did you mean its `opt_state`?)"

@@ -188,7 +188,7 @@ def test_importing_the_package_loads_neither_flax_nor_matplotlib_nor_autocast():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_rules_can_be_made_before_jax_starts():
+def test_rules_and_functions_can_be_made_before_jax_starts():
     """As at the top of a module, before `jax.distributed.initialize`."""
     code = """
 import jax
@@ -202,6 +202,7 @@ rules += [ols.dynamic_loss_scale(), ols.headroom_loss_scale(), ols.no_loss_scale
 rules += [ols.static_loss_scale(8.0), presets.mindspore_fixed(8.0)]
 for rule in rules:
     ols.loss_scaled(optax.adam(1e-3), rule)
+ols.scaled_backward(lambda x: x**2, 2.0**10)
 jax.config.update("jax_num_cpu_devices", 3)  # An error if JAX has started.
 assert jax.device_count() == 3
 """

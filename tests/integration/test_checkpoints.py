@@ -200,6 +200,12 @@ def test_a_run_can_continue_under_a_rule_of_another_kind():
     assert after.loss_scale_state.step_count == 1
 
 
+def test_the_state_of_an_optimizer_that_has_an_opt_state_itself_can_be_adopted():
+    inner = optax.contrib.sam(optax.sgd(0.5), optax.sgd(0.1))
+    state = inner.init({"w": jnp.ones(2)})
+    assert ols.adopt_inner_state(state).inner_state is state
+
+
 NET = nn.Dense(2)
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 # Its products are exact, however XLA combines them with sums.

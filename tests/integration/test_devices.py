@@ -385,6 +385,14 @@ def test_in_shard_map_each_check_needs_one_collective(
 
 
 @CHECK_VMA
+def test_in_shard_map_the_largest_magnitude_needs_one_collective(check_vma):
+    tx = ols.loss_scaled(adam(), ols.headroom_loss_scale(), axis_name="data")
+    update = over_devices(tx.update, P(), P(), check_vma=check_vma)
+    found = collectives(update, PARAMS, tx.init(PARAMS), PARAMS)
+    assert found == [(["f32[]"], "all-reduce")]
+
+
+@CHECK_VMA
 def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(check_vma):
     # A device sees only its shard, so the verdict must span both axes.
     over = {"shape": (4, 2), "check_vma": check_vma}

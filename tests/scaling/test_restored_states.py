@@ -14,6 +14,7 @@ PARAMS = jnp.ones(2)
 RULES = {
     "dynamic": ols.dynamic_loss_scale(),
     "headroom": ols.headroom_loss_scale(history=4, recent=3),
+    "static": ols.static_loss_scale(8.0),
 }
 
 
