@@ -104,8 +104,8 @@ def warn_if_constant(state: PyTree) -> None:
         warnings.warn(
             "the loss scale is a constant of this jitted function, which goes on "
             "scaling by it when the state has changed. (Call "
-            "`scaled_value_and_grad(loss_fn, opt_state)` inside the step, with the "
-            "state that is an argument of the step.)",
+            "`scaled_value_and_grad(loss_fn, opt_state)`, or `scaled_backward`, inside "
+            "the step, with the state that is an argument of the step.)",
             stacklevel=3,
         )
 

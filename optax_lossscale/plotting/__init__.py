@@ -1,8 +1,8 @@
 """Plots of a run's loss scale, of exponents, of operations, and of flushed entries.
 
 Each function draws into the axes that it is given, or else makes new ones, and returns
-them. Calling one needs matplotlib, which `pip install 'optax-lossscale[plot]'`
-installs; importing this module does not.
+them. Calling one needs matplotlib (`pip install matplotlib`); importing this module
+does not.
 
 Steps are counted from 0, and the loss scale drawn at a step is the one that this step
 used. The last point of a curve is the scale that the next step would use.

@@ -36,7 +36,7 @@ def axes_or_new(
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
-            "plotting needs matplotlib: pip install 'optax-lossscale[plot]'"
+            "plotting needs matplotlib: pip install matplotlib"
         ) from error
     size = (width, height)
     return plt.subplots(rows, figsize=size, layout="constrained", sharex=rows > 1)[1]
