@@ -41,8 +41,9 @@ def loss_scale_metrics(
     """Returns metrics of the loss scale, for any logger.
 
     Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure,
-    and neither waits for the device nor sends it anything. For JSON, turn the arrays
-    into numbers: `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
+    and neither waits for the device nor sends it anything. Outside `jit` most values
+    are arrays of the state: read them before a step that donates it. For JSON, turn the
+    arrays into numbers: `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
 
         skip_rate = total_notfinite / step_count    (0 before the first step)
         grad_norm = norm(unscale(grads, tree))      (if `grads` are given)

@@ -393,6 +393,42 @@ def test_in_shard_map_the_largest_magnitude_needs_one_collective(check_vma):
 
 
 @CHECK_VMA
+def test_in_shard_map_grads_finite_needs_no_collective_of_its_own(check_vma):
+    tx = ols.loss_scaled(adam(), RULE, axis_name="data")
+    state, losses = tx.init(PARAMS), jnp.ones(8)
+
+    def update(grads, state, losses):
+        return tx.update(grads, state, grads, grads_finite=losses[0] < 3.0)
+
+    update = over_devices(update, (P(), P(), P("data")), P(), check_vma=check_vma)
+    assert collectives(update, PARAMS, state, losses) == [(["pred[]"], "all-reduce")]
+
+
+def test_on_an_explicit_mesh_leaves_of_one_shape_are_reduced_together():
+    mesh = make_mesh(AxisType.Explicit, (4, 2))
+    sharding = NamedSharding(mesh, P("data", "model"))
+    leaves = [jax.device_put(jnp.ones((1024, 200)), sharding)] * 12
+    text = jax.jit(lambda leaves: ols.all_finite(leaves)).lower(leaves).as_text()
+    assert text.count("stablehlo.reduce(") == 2  # Of the entries, and of 12 scalars.
+
+
+@CHECK_VMA
+def test_in_shard_map_statistics_of_a_skipped_step_are_kept(check_vma):
+    tx = ols.loss_scaled(optax.sgd(0.1), RULE, axis_name="data")
+
+    def step(grad, means, old_means):
+        _, state = tx.update(grad, tx.init(grad))
+        return ols.where_applied(state, {"mean": means}, {"mean": old_means})
+
+    step = over_devices(step, P("data"), P("data"), check_vma=check_vma)
+    new, old = jnp.ones((8, 3)), jnp.zeros((8, 3))
+    kept = step(jnp.ones(8), new, old)["mean"]
+    assert_same_bits(np.asarray(kept), np.asarray(new))
+    kept = step(jnp.ones(8).at[5].set(jnp.nan), new, old)["mean"]
+    assert_same_bits(np.asarray(kept), np.asarray(old))
+
+
+@CHECK_VMA
 def test_in_shard_map_a_nan_on_one_device_makes_all_devices_of_two_axes_skip(check_vma):
     # A device sees only its shard, so the verdict must span both axes.
     over = {"shape": (4, 2), "check_vma": check_vma}
