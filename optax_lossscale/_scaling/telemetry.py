@@ -104,7 +104,7 @@ def _skip_rate(skipped: jax.Array, steps: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def _norm(leaves: list[jax.Array]) -> jax.Array:
-    norm: jax.Array = strengthen(jnp.asarray(optax.tree.norm(leaves)))
+    norm: jax.Array = strengthen(optax.tree.norm(leaves))
     return norm
 
 
