@@ -16,7 +16,8 @@ def hint_at_axes(axis_name: AxisName | None) -> Iterator[None]:
     """Says what an axis name means, in the error if there is no such axis."""
     try:
         yield
-    except NameError as error:
+    # In `shard_map` JAX asserts that it knows the name, or looks it up.
+    except (NameError, AssertionError, KeyError) as error:
         error.add_note(
             "(`axis_name` must name axes of the `pmap`, `vmap` or `shard_map` around, "
             f"got {axis_name!r}; under `jit` with sharded arrays leave it out.)"

@@ -510,6 +510,14 @@ def test_an_unbound_axis_name_raises_the_error_of_jax_with_a_hint():
         assert "`axis_name` must name axes of the `pmap`" in notes
 
 
+@CHECK_VMA
+def test_a_misspelt_axis_name_in_shard_map_raises_an_error_with_a_hint(check_vma):
+    check = functools.partial(ols.all_finite, axis_name="dta")
+    with pytest.raises((NameError, AssertionError, KeyError)) as caught:
+        over_devices(check, P("data"), P(), check_vma=check_vma)(jnp.ones(8))
+    assert "`axis_name` must name axes" in "".join(caught.value.__notes__)
+
+
 @pytest.mark.slow
 def test_on_an_explicit_mesh_other_leaves_can_be_outside_the_mesh():
     mesh = make_mesh(AxisType.Explicit, (4, 2))
