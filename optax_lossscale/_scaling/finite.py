@@ -191,7 +191,12 @@ def _reduce(
     axes = tuple(dict.fromkeys(axis for s in shardings for axis in _axes_of(s.spec)))
 
     def reduce_here(leaves: list[jax.Array], divisor: jax.Array | None) -> jax.Array:
-        return jnp.asarray(_reduce_leaves(leaves, divisor, statistic, _are_local()))
+        # JAX combines no arrays of different shardings on an explicit mesh.
+        is_explicit = any(
+            jax.typeof(leaf).sharding.mesh.explicit_axes for leaf in leaves
+        )
+        are_local = _are_local() and not is_explicit
+        return jnp.asarray(_reduce_leaves(leaves, divisor, statistic, are_local))
 
     if len(axes) > 1 and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         # On an explicit mesh shardings are known while tracing. This makes one

@@ -162,7 +162,7 @@ def headroom_loss_scale(
         is_quiet = jnp.max(recent[-quiet_steps:]) < _TINY
         # At first `recent` is zero. A damaged count may be negative.
         applied = state.step_count - state.total_notfinite
-        is_full = (applied >= quiet_steps - 1) | (state.step_count < 0)
+        is_full = (applied >= quiet_steps - 1) | (applied < 0)
         is_quiet &= ~is_unknown & is_full
         recent = jnp.where(is_quiet, 0.0, recent)
         fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)

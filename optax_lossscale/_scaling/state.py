@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._ground.checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
 from optax_lossscale._ground.states import LossScaleState, Unscaled
-from optax_lossscale._ground.tree import find_one, strengthen, unwrap
+from optax_lossscale._ground.tree import find_one, is_floating, strengthen, unwrap
 from optax_lossscale._ground.types import KeyPath, PyTree
 
 
@@ -186,13 +186,16 @@ def set_loss_scale(
     value = jnp.asarray(value, jnp.float32)
     in_range = is_usable(value)
 
+    def replaced(old: jax.typing.ArrayLike) -> jax.Array:
+        dtype = (
+            None if is_floating(old) else jnp.float32
+        )  # JSON may have a whole number.
+        return jnp.full_like(old, jnp.where(in_range, value, old), dtype)
+
     def replace_scale(keys: KeyPath, node: PyTree) -> PyTree:
         if keys != place:
             return node
-        loss_scale = jax.tree.map(
-            lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
-            node.loss_scale,
-        )
+        loss_scale = jax.tree.map(replaced, node.loss_scale)
         return node._replace(loss_scale=loss_scale)
 
     return jax.tree_util.tree_map_with_path(

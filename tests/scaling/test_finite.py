@@ -12,7 +12,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
@@ -227,6 +227,18 @@ def test_leaves_are_local_only_on_an_automatic_mesh_of_one_device(count, axis_ty
     types = axis_type, AxisType.Auto
     with jax.set_mesh(Mesh(devices[None], ("model", "data"), axis_types=types)):
         assert _finite._are_local() is (count == 1 and axis_type == AxisType.Auto)
+
+
+@pytest.mark.parametrize("function", [ols.all_finite, ols.max_magnitude])
+def test_leaves_on_an_explicit_mesh_are_read_without_set_mesh_too(function):
+    mesh = Mesh(jax.devices()[:1], ("data",), axis_types=(AxisType.Explicit,))
+    specs = [P("data"), P(None, "data"), P()]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    leaves = [jax.device_put(jnp.ones((400, 200)), each) for each in shardings]
+    tree = [*leaves, jax.device_put(jnp.ones((4, 2)), shardings[1]), jnp.ones(3)]
+    assert float(jax.jit(lambda tree: function(tree))(tree)) == 1
+    tree[1] *= jnp.nan
+    assert float(jax.jit(lambda tree: function(tree))(tree)) in (0, jnp.inf)
 
 
 @pytest.mark.several_devices

@@ -138,9 +138,17 @@ def test_a_number_in_place_of_an_array_with_one_entry_is_refused():
         tx.update(PARAMS, state._replace(loss_scale_state=restored), PARAMS)
 
 
-def test_after_a_damaged_count_of_steps_zeros_still_raise_a_scale_that_is_too_low():
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("step_count", -(2**31)),
+        ("total_notfinite", 2**31 - 1),
+        ("total_notfinite", -(2**31)),
+    ],
+)
+def test_after_a_damaged_count_zeros_still_raise_a_scale_that_is_too_low(name, count):
     rule = ols.headroom_loss_scale(1.0, history=4, recent=2)
-    state = rule.init()._replace(step_count=jnp.int32(-(2**31)))
+    state = rule.init()._replace(**{name: jnp.int32(count)})
     for _ in range(2):
         state = rule.adjust(state, True, 0.0)
     assert state.loss_scale > 1

@@ -209,6 +209,11 @@ def test_set_refuses_an_unusable_value(error, value, message):
         ols.set_loss_scale({"state": state}, value)
 
 
+def test_a_fraction_can_be_set_where_a_whole_number_was_restored():
+    state = ols.dynamic_loss_scale().init()._replace(loss_scale=8)
+    assert ols.get_loss_scale(ols.set_loss_scale(state, 0.5)) == 0.5
+
+
 def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
     opt_state = ols.loss_scaled(adam(), ols.no_loss_scale()).init(PARAMS)
     with pytest.raises(ValueError, match=r"`value` must not be set on a state of `no_"):

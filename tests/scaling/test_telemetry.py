@@ -308,6 +308,17 @@ def test_warn_after_counts_steps_that_are_not_accepted(rule):
     assert message.startswith("the last 2 steps were skipped, and the loss scale is 1")
 
 
+def test_metrics_compile_nothing_when_they_are_read_again(caplog):
+    state, grads = RULE.init(), {"w": jnp.ones(2)}
+    ols.loss_scale_metrics(state, grads=grads)
+    with jax.log_compiles():
+        jax.jit(lambda x: x + 1)(grads["w"])
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        ols.loss_scale_metrics(state, grads=grads)
+    assert "Compiling" not in caplog.text
+
+
 def test_every_metric_has_a_strong_type_also_of_no_gradients():
     for grads in ({}, {"w": jnp.ones(2)}):
         metrics = ols.loss_scale_metrics(RULE.init(), grads=grads)
