@@ -192,9 +192,8 @@ def _reduce(
 
     def reduce_here(leaves: list[jax.Array], divisor: jax.Array | None) -> jax.Array:
         # JAX combines no arrays of different shardings on an explicit mesh.
-        is_explicit = any(
-            jax.typeof(leaf).sharding.mesh.explicit_axes for leaf in leaves
-        )
+        kinds = map(jax.typeof, leaves)
+        is_explicit = any(kind.sharding.mesh.explicit_axes for kind in kinds)
         are_local = _are_local() and not is_explicit
         return jnp.asarray(_reduce_leaves(leaves, divisor, statistic, are_local))
 

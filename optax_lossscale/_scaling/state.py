@@ -187,9 +187,8 @@ def set_loss_scale(
     in_range = is_usable(value)
 
     def replaced(old: jax.typing.ArrayLike) -> jax.Array:
-        dtype = (
-            None if is_floating(old) else jnp.float32
-        )  # JSON may have a whole number.
+        # JSON may have restored a whole number.
+        dtype = None if is_floating(old) else jnp.float32
         return jnp.full_like(old, jnp.where(in_range, value, old), dtype)
 
     def replace_scale(keys: KeyPath, node: PyTree) -> PyTree:
