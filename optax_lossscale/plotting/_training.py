@@ -180,5 +180,4 @@ def _stacked(history: Metrics | Sequence[Metrics]) -> Mapping[str, Any]:
         )
     if isinstance(history, Mapping):
         return history
-    fetched = jax.device_get(list(steps))
-    return {name: [metrics[name] for metrics in fetched] for name in names}
+    return {name: [metrics[name] for metrics in steps] for name in names}

@@ -44,7 +44,7 @@ OTHERS = {  # Parameter and gradient.
 }
 
 
-def gradient(kind, value):
+def array_of(kind, value):
     return jnp.asarray([value, 0.25], FLOATS[kind])
 
 
@@ -116,7 +116,7 @@ def step_in_python(rule, inner, settings, grads, state, params, verdicts):
 def on_two_devices(update, grads, verdicts):
     """The result of the second device, whose gradients and verdicts they are."""
     floats = {kind: grad for kind, grad in grads.items() if kind in FLOATS}
-    good = {kind: gradient(kind, 0.25) for kind in floats}
+    good = {kind: array_of(kind, 0.25) for kind in floats}
     both = jax.tree.map(lambda *pair: jnp.stack(pair), good, floats)
     verdicts = {name: jnp.asarray([True, value]) for name, value in verdicts.items()}
     results = jax.vmap(
@@ -169,7 +169,7 @@ def test_a_step_is_that_of_plain_python(
             inner, rule, axis_name="i" if run == "two devices" else None, **settings
         )
         params = {
-            kind: gradient(kind, 0.5) if kind in FLOATS else OTHERS[kind][0]
+            kind: array_of(kind, 0.5) if kind in FLOATS else OTHERS[kind][0]
             for kind in kinds
         }
         state = first = tx.init(params)
@@ -177,7 +177,7 @@ def test_a_step_is_that_of_plain_python(
             value, verdicts = data.draw(VALUES), data.draw(VERDICTS)
             scale, is_restored = data.draw(SCALES), data.draw(st.booleans())
             grads = {
-                kind: gradient(kind, value) if kind in FLOATS else OTHERS[kind][1]
+                kind: array_of(kind, value) if kind in FLOATS else OTHERS[kind][1]
                 for kind in kinds
             }
             if rule is RULES["none"]:  # It repairs and restores nothing.

@@ -203,14 +203,14 @@ def test_a_trainer_may_add_auxiliary_data_to_the_loss():
 
 def test_a_list_of_a_loss_and_auxiliary_data_is_taken_for_a_pair():
     for pair in (list, LossAndAux._make):
-        inside = ols.scaled_backward(lambda x: pair([x**2, 1]), SCALE, has_aux=True)  # noqa: B023
-        loss, aux = inside(jnp.float32(3.0))
-        assert (loss, aux) == (9.0, 1)
+        fun = lambda x, pair=pair: pair([x**2, "aux"])  # noqa: E731
+        loss, aux = ols.scaled_backward(fun, SCALE, has_aux=True)(jnp.float32(3.0))
+        assert (loss, aux) == (9.0, "aux")
 
 
 class LossAndAux(NamedTuple):
     loss: jax.Array
-    aux: int
+    aux: str
 
 
 class Trainer:
