@@ -394,7 +394,7 @@ def classic_rule(
         if not lifts_to_floor:
             floor = jnp.where(s < jnp.minimum(low, init_scale), s, low)
         s = factors.resize(s, grows, backs_off, floor, high)
-        s = jnp.maximum(s, jnp.clip(low, max=high)) if moving[0] else s
+        s = jnp.maximum(s, low) if moving[0] else s
         return jnp.clip(s, max=high) if moving[1] else s, counts
 
     return make_rule(init_scale, counting.first, change)

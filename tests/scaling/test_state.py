@@ -211,7 +211,8 @@ def test_set_refuses_an_unusable_value(error, value, message):
 
 def test_a_fraction_can_be_set_where_a_whole_number_was_restored():
     state = ols.dynamic_loss_scale().init()._replace(loss_scale=8)
-    assert ols.get_loss_scale(ols.set_loss_scale(state, 0.5)) == 0.5
+    for value in (0.5, 2.0**20):
+        assert ols.get_loss_scale(ols.set_loss_scale(state, value)) == value
 
 
 def test_set_refuses_a_state_whose_gradients_are_never_unscaled():
