@@ -60,7 +60,6 @@ SCALERS = ["none", "loss_scaled", "flax DynamicScale"]
 UPDATES = [
     "bare optimizer",
     "optax_lossscale",
-    "with warn_after=50",
     "flax DynamicScale",
     "optax.apply_if_finite",
 ]

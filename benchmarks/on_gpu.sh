@@ -50,7 +50,7 @@ python benchmarks/on_gpu.py start --json "$folder/results.json" "${tiny[@]}" || 
 if [ ${#tiny[@]} = 1 ]; then
   export JAX_NUM_CPU_DEVICES=1
   run_tests 90 gpu -m gpu tests/integration/test_gpu.py
-  run_tests 90 scaling tests/scaling/test_masking.py
+  run_tests 90 scaling tests/scaling/test_early_masks.py
 else
   run_tests 80 gpu -m gpu
   run_tests 120 scaling -n 4 tests/scaling optax_lossscale

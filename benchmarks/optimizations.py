@@ -1,95 +1,62 @@
-"""Takes one optimization out at a time, and shows what the step then costs.
+"""Takes one optimization out at a time, and shows what the update then costs.
 
     python benchmarks/optimizations.py [--platforms cpu tpu cuda] [--record]
 
 A row is an update by AdamW from float16 gradients. On a CPU its time is measured, and
 divided by that of the bare optimizer, as in `step_overhead.py`. For a TPU and a GPU it
-is compiled only, as in `compiled_cost.py`: their bytes are divided by those of the bare
+is compiled only, as in `compiled_cost.py`: its bytes are divided by those of the bare
 optimizer plus one more read of the gradients.
-
-The second table is of updates outside `jit`, where each operation is dispatched. The
-third counts the collectives of the check alone, compiled for eight devices on an
-explicit mesh, over whose two axes the leaves are sharded in four ways.
 """
 
 import argparse
 import contextlib
 import math
-import re
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from _lib.costs import Cost, compile_step
-from _lib.devices import (
-    DEVICE_NAMES,
-    add_platforms,
-    device_of,
-    devices_of,
-    use_host_cpu,
-)
+from _lib.devices import DEVICE_NAMES, add_platforms, device_of, use_host_cpu
 from _lib.tables import add_outputs, publish, versions
-from _lib.update_times import eager_ratio, make_inputs, make_program, median_ratios
+from _lib.update_times import make_inputs, make_program, median_ratios
 from _lib.updates import SHAPES, Way, bare, loss_scaled, shape_of
-from optax_lossscale._scaling import finite, masking, rules, scale, transform
+from optax_lossscale._scaling import finite, masking, wrapper
 
 ADAMW = optax.adamw(1e-3)
-LEAVES = {
-    "60 x 100000": [shape_of(100_000)] * 60,
-    **SHAPES,
-    "200 small that differ": [(100 + 7 * i,) for i in range(200)],
-}
+LEAVES = {"60 x 100000": [shape_of(100_000)] * 60, **SHAPES}
 
 
-def mask_afterwards(is_applied: Any, run: Any, old: Any) -> Any:
+def masked_afterwards(
+    applied: jax.Array, run: Any, grads: Any, old: Any, params: Any
+) -> Any:
     """Masks the results of an update, and nothing in it."""
-    return masking.mask_results(is_applied, *run(), old)
+    return masking.mask_results(applied, *run(grads, old, params), old)
 
 
-def concatenated(leaves: list[jax.Array]) -> Iterator[list[jax.Array]]:
-    """Yields groups of 60 leaves of any shapes, each in one array."""
-    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
-    for dtype in dtypes:
-        flat = [jnp.ravel(leaf) for leaf in leaves if leaf.dtype == dtype]
-        for start in range(0, len(flat), 60):
-            yield [jnp.concatenate(flat[start : start + 60])]
+def each_alone(arrays: list[jax.Array]) -> list[list[jax.Array]]:
+    """Checks each array by itself."""
+    return [[array] for array in arrays]
 
 
-# For each optimization the functions that have it, and what stands in their place.
-WITHOUT: dict[str, dict[tuple[Any, str], Any]] = {
-    "nothing": {},
-    "early masks": {(transform, "run_masked"): mask_afterwards},
-    "leaves combined": {(finite, "_groups_of"): lambda leaves: ([x] for x in leaves)},
-    "leaves cut on a CPU": {(finite, "_cut"): lambda group: group},
-    "small leaves concatenated": {(finite, "_is_small"): lambda leaf: False},
-    "groups of one shape; all leaves concatenated": {
-        (finite, "_groups_of"): concatenated
-    },
+# Each optimization: the module and name of its function, and its plain form.
+WITHOUT: dict[str, tuple[Any, ...]] = {
+    "early masks": (wrapper, "run_masked", masked_afterwards),
+    "leaves of one shape together": (finite, "_of_one_shape", each_alone),
 }
-COMPILED_ONCE = [
-    (finite, "_reduce_leaves"),
-    (masking, "_zeros_unless"),
-    (masking, "mask_results"),
-    (rules, "_count_step"),
-    (scale, "scale_leaves"),
-    (scale, "unscale_leaves"),
-]
+ROWS = ["nothing", *WITHOUT]
 
 
 @contextlib.contextmanager
-def replaced(functions: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """Puts other functions in the place of some of the package's own."""
+def without(name: str) -> Iterator[None]:
+    """Puts the plain form in the place of an optimization."""
+    jax.clear_caches()
     with contextlib.ExitStack() as stack:
-        for place, function in functions.items():
-            stack.enter_context(unittest.mock.patch.object(*place, function))
-        jax.clear_caches()
+        if name in WITHOUT:
+            stack.enter_context(unittest.mock.patch.object(*WITHOUT[name]))
         yield
 
 
@@ -101,63 +68,32 @@ def compiled(platform: str, way: Way, shapes: list[tuple[int, ...]]) -> Cost:
     return compile_step(way.step, args, device_of(platform))[1]
 
 
-def times_on_cpu(shapes: list[tuple[int, ...]]) -> list[str]:
-    """Returns the time without each optimization, over that of the bare optimizer."""
-    params, grads = make_inputs(shapes, jnp.float16)
+def time_rows(leaves: str) -> list[dict[str, str]]:
+    """Returns the times of each row on a CPU, over that of the bare optimizer."""
+    params, grads = make_inputs(LEAVES[leaves], jnp.float16)
     programs = [make_program(bare(ADAMW), params, grads, 1)]
-    for functions in WITHOUT.values():
-        with replaced(functions):
+    for name in ROWS:
+        with without(name):
             programs.append(make_program(loss_scaled(ADAMW), params, grads, 1))
-    return [f"{ratio:.2f}" for ratio in median_ratios(programs, grads)[1:]]
+    ratios = median_ratios(programs, grads)[1:]
+    return [
+        {"without": name, "leaves": leaves, "CPU, time": f"{ratio:.2f}"}
+        for name, ratio in zip(ROWS, ratios, strict=True)
+    ]
 
 
-def rows_of(leaves: str, platforms: list[str]) -> list[dict[str, str]]:
-    """Returns a row for each optimization that is taken out."""
+def compiled_rows(leaves: str, platforms: list[str]) -> list[dict[str, str]]:
+    """Returns the bytes and kernels of each row, compiled for each platform."""
     shapes = LEAVES[leaves]
-    rows = [{"without": name, "leaves": leaves} for name in WITHOUT]
-    if "cpu" in platforms:
-        for row, time in zip(rows, times_on_cpu(shapes), strict=True):
-            row["CPU, time"] = time
-    for platform in (each for each in platforms if each != "cpu"):
-        alone, name = compiled(platform, bare(ADAMW), shapes), DEVICE_NAMES[platform]
+    rows = [{"without": name, "leaves": leaves} for name in ROWS]
+    for platform in platforms:
+        alone, device = compiled(platform, bare(ADAMW), shapes), DEVICE_NAMES[platform]
         limit = alone.moved + 2 * sum(map(math.prod, shapes))
-        for row, functions in zip(rows, WITHOUT.values(), strict=True):
-            with replaced(functions):
+        for row in rows:
+            with without(row["without"]):
                 own = compiled(platform, loss_scaled(ADAMW), shapes)
-            row[f"{name}, / limit"] = f"{own.moved / limit:.3f}"
-            row[f"{name}, kernels more"] = str(own.kernels - alone.kernels)
-    return rows
-
-
-def eager_rows() -> list[dict[str, str]]:
-    """Returns the times of updates outside `jit`, with and without compiled parts."""
-    inputs = make_inputs(LEAVES["60 x 100000"], jnp.float16)
-    plain = {place: getattr(*place).__wrapped__ for place in COMPILED_ONCE}
-    rows = []
-    for name, functions in {"nothing": {}, "parts compiled once": plain}.items():
-        with replaced(functions):
-            rows.append({"without": name, "CPU, time": f"{eager_ratio(*inputs):.2f}"})
-    return rows
-
-
-def collective_rows(platforms: list[str]) -> list[dict[str, str]]:
-    """Returns how many collectives the check needs, with and without its own."""
-    specs = [P("data"), P(None, "model"), P("data", "model"), P()]
-    alone = {(finite, "_axes_of"): lambda spec: iter(())}
-    rows = []
-    for name, functions in {"nothing": {}, "one collective for all": alone}.items():
-        rows.append({"without": name})
-        for platform in platforms:
-            devices = np.array(devices_of(platform, 8)).reshape(4, 2)
-            mesh = Mesh(devices, ("data", "model"), axis_types=2 * (AxisType.Explicit,))
-            leaves = [
-                jax.ShapeDtypeStruct((512, 512), jnp.float16, sharding=sharding)
-                for sharding in (NamedSharding(mesh, spec) for spec in specs)
-            ]
-            with replaced(functions), jax.set_mesh(mesh):
-                program = jax.jit(finite.all_finite).lower(leaves).compile().as_text()
-            count = len(re.findall(r" all-reduce(?:-start)?\(", program))
-            rows[-1][f"{DEVICE_NAMES[platform]}, all-reduces"] = str(count)
+            row[f"{device}, / limit"] = f"{own.moved / limit:.3f}"
+            row[f"{device}, kernels more"] = str(own.kernels - alone.kernels)
     return rows
 
 
@@ -169,14 +105,13 @@ def main() -> None:
     add_outputs(parser)
     arguments = parser.parse_args()
     use_host_cpu()
-    rows = [x for name in arguments.leaves for x in rows_of(name, arguments.platforms)]
-    is_timed = "cpu" in arguments.platforms
-    meshes = [each for each in arguments.platforms if each != "cpu"]
-    tables = {
-        "Inside jit": rows,
-        "Outside jit": eager_rows() if is_timed else [],
-        "Eight devices": collective_rows(meshes) if meshes else [],
-    }
+    others = [each for each in arguments.platforms if each != "cpu"]
+    tables: dict[str, list[dict[str, str]]] = {"Times": [], "Bytes and kernels": []}
+    for leaves in arguments.leaves:
+        if "cpu" in arguments.platforms:
+            tables["Times"] += time_rows(leaves)
+        if others:
+            tables["Bytes and kernels"] += compiled_rows(leaves, others)
     publish(versions(), tables, arguments)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from _lib.tables import add_outputs, publish, versions
 from _lib.update_times import compare, eager_ratio, make_inputs
-from _lib.updates import OPTIMIZERS, SHAPES, WAYS, WITH_CALLBACKS, shape_of
+from _lib.updates import OPTIMIZERS, SHAPES, WAYS, shape_of
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     leaves = f"{arguments.leaves} x {arguments.size}"
 
-    rows = compare("adamw", jnp.float16, leaves, [*WAYS, *WITH_CALLBACKS], 3)
+    rows = compare("adamw", jnp.float16, leaves, [*WAYS], 3)
     shapes = [shape_of(arguments.size)] * arguments.leaves
     eager = eager_ratio(*make_inputs(shapes, jnp.float16))
 

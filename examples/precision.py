@@ -20,10 +20,8 @@ PRECISIONS = {
     "float16-unscaled": "the same without a loss scale",
     "O2": "autocast to float16 at level O2, with a loss scale",
     "masters": "the same with float16 parameters and float32 master weights",
-    "compact-masters": "the same masters, stored in 16 bits beside the parameters",
 }
 UNSCALED = ("float32", "bfloat16", "float16-unscaled")
-HALF_PARAMS = ("masters", "compact-masters")
 RULES = {
     "dynamic": ols.dynamic_loss_scale,
     "headroom": ols.headroom_loss_scale,
@@ -40,13 +38,13 @@ def cast(fun: Callable[..., Any], options: argparse.Namespace) -> Callable[..., 
     """Returns the function as the precision of this run computes it."""
     if options.precision == "float32":
         return fun
-    level = "O2" if options.precision in ("O2", *HALF_PARAMS) else "O1"
+    level = "O2" if options.precision in ("O2", "masters") else "O1"
     return ols.autocast(fun, low_dtype(options), level=level)
 
 
 def cast_params(params: Any, options: argparse.Namespace) -> Any:
     """Returns the parameters as the precision of this run stores them."""
-    return ols.cast_params(params) if options.precision in HALF_PARAMS else params
+    return ols.cast_params(params) if options.precision == "masters" else params
 
 
 def with_loss_scale(
@@ -55,9 +53,8 @@ def with_loss_scale(
     """Returns the optimizer as the precision of this run needs it."""
     if options.precision in UNSCALED:
         return ols.loss_scaled(inner, ols.no_loss_scale())
-    if options.precision in HALF_PARAMS:
-        is_compact = options.precision == "compact-masters"
-        inner = ols.master_weights(inner, compact=is_compact)
+    if options.precision == "masters":
+        inner = ols.master_weights(inner)
     return ols.loss_scaled(inner, RULES[options.rule]())
 
 

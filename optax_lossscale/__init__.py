@@ -45,7 +45,6 @@ Mixed precision:
 * `autocast_report` prints the dtype in which each product computes, and why.
 * `save_products` is a policy for `jax.checkpoint`, which saves the low products.
 * `cast_params` casts parameters to half precision, and `master_weights` trains them.
-  `full_masters` and `set_full_masters` read and replace their float32 masters.
 
 States and metrics:
 
@@ -70,8 +69,8 @@ Modules:
 
 * `diagnostics` shows every operation of a program with its numbers, and looks for
   overflow and underflow in any pytree. `plotting` draws what it finds.
-* `optax_lossscale.compat.flax`, `compat.jmp` and `compat.numpyro`, which you import by
-  these names, have the names of Flax's `DynamicScale`, of jmp and of NumPyro.
+* `optax_lossscale.compat.flax`, which you import by this name, has a `DynamicScale` as
+  Flax has it.
 """
 
 import importlib as _importlib
@@ -80,13 +79,17 @@ import typing as _typing
 from optax_lossscale import presets
 from optax_lossscale._ground.states import LossScaledState, LossScaleState
 from optax_lossscale._masters.cast_params import cast_params
-from optax_lossscale._masters.full_masters import full_masters, set_full_masters
 from optax_lossscale._masters.master_weights import master_weights
 from optax_lossscale._scaling.backward import scaled_backward
 from optax_lossscale._scaling.finite import all_finite, max_magnitude
 from optax_lossscale._scaling.grad import scaled_grad, scaled_value_and_grad
 from optax_lossscale._scaling.headroom import headroom_loss_scale
 from optax_lossscale._scaling.masking import where_applied
+from optax_lossscale._scaling.metrics import (
+    LossScaleStalledError,
+    loss_scale_metrics,
+    raise_if_stalled,
+)
 from optax_lossscale._scaling.rules import (
     LossScale,
     dynamic_loss_scale,
@@ -99,12 +102,7 @@ from optax_lossscale._scaling.state import (
     get_loss_scale,
     set_loss_scale,
 )
-from optax_lossscale._scaling.telemetry import (
-    LossScaleStalledError,
-    loss_scale_metrics,
-    raise_if_stalled,
-)
-from optax_lossscale._scaling.transform import adopt_inner_state, loss_scaled
+from optax_lossscale._scaling.wrapper import adopt_inner_state, loss_scaled
 from optax_lossscale.compat.keras import (
     ema_params,
     finalize_params,
@@ -135,7 +133,6 @@ __all__ = [
     "ema_params",
     "finalize_params",
     "find_loss_scale_state",
-    "full_masters",
     "full_precision",
     "get_loss_scale",
     "headroom_loss_scale",
@@ -154,7 +151,6 @@ __all__ = [
     "scaled_backward",
     "scaled_grad",
     "scaled_value_and_grad",
-    "set_full_masters",
     "set_loss_scale",
     "static_loss_scale",
     "unscale",
@@ -172,14 +168,12 @@ _LATER = {
     "plotting": "plotting",
     "save_products": "_autocast.loops",
     "AverageAfterState": "compat._keras_parts",
-    "CompactMasterWeightsState": "_ground.states",
     "DecayFirstState": "compat._keras_parts",
-    "DeepSpeedRuleState": "presets._settings",
     "DynamicRuleState": "_scaling.rules",
-    "FairseqRuleState": "presets._settings",
+    "FairseqRuleState": "presets._systems",
     "HeadroomRuleState": "_scaling.headroom",
     "MasterWeightsState": "_ground.states",
-    "Unscaled": "_ground.states",
+    "NoLossScaleRuleState": "_ground.states",
 }
 
 

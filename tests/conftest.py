@@ -35,13 +35,18 @@ def _foreign_code_is_not_strict(request):
 
 
 def pytest_configure(config):
-    """Property tests try few examples in the fast command, and many in any other."""
+    """Property tests try few examples in the fast command, and many in any other.
+
+    There one that fails is not made smaller either, which takes minutes.
+    """
     is_fast = config.option.markexpr.startswith("not slow")
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile(
         "repeatable",
         deadline=None,
         derandomize=True,
         max_examples=8 if is_fast else 60,
+        phases=phases if is_fast else list(hypothesis.Phase),
     )
     hypothesis.settings.load_profile("repeatable")
 
@@ -51,7 +56,7 @@ def pytest_collection_modifyitems(config, items):
     """Says which tests are slow, and skips those that need more devices than JAX has.
 
     Of a test with several cases the fast command runs every sixth, up to four, and the
-    slow command the others. Property tests run in both.
+    slow command the others. Property tests run in both. Those of `scaling` run whole.
     """
     counts = collections.Counter()
     for item in items:
@@ -64,6 +69,7 @@ def pytest_collection_modifyitems(config, items):
         if is_property and config.option.markexpr == "slow":
             item.add_marker("slow")
         function, _, case = item.nodeid.partition("[")
-        if case and (counts[function] % 6 or counts[function] >= 24):
+        is_whole = item.path.parent.name == "scaling"
+        if case and not is_whole and (counts[function] % 6 or counts[function] >= 24):
             item.add_marker("slow")
         counts[function] += 1

@@ -38,8 +38,7 @@ class Way(NamedTuple):
       low_dtype: The dtype to which autocast casts.
       precision: The precision of float32 products, or `None` for JAX's default, which
         is TF32 on a GPU that has it.
-      masters: If the parameters are float16, how their masters are held: `"full"` or
-        `"compact"`.
+      has_masters: Whether the parameters are float16, with float32 masters.
       grad_bytes: Bytes of an entry of a weight's gradient, where it is produced.
       is_wide: Whether all gradients under autocast are float32, also between products.
     """
@@ -48,7 +47,7 @@ class Way(NamedTuple):
     level: str | None = None
     low_dtype: Any = jnp.float16
     precision: str | None = None
-    masters: str | None = None
+    has_masters: bool = False
     grad_bytes: int = 4
     is_wide: bool = False
 
@@ -60,12 +59,11 @@ WAYS = {
     "autocast, O1": Way(level="O1"),
     "autocast, O1, float32 gradients": Way(level="O1", is_wide=True),
     "autocast, O2": Way(level="O2"),
-    "masters": Way(dtype=jnp.float16, masters="full", grad_bytes=2),
-    "compact masters": Way(dtype=jnp.float16, masters="compact", grad_bytes=2),
+    "masters": Way(dtype=jnp.float16, has_masters=True, grad_bytes=2),
     "float32, highest": Way(precision="highest"),
     "TF32": Way(precision="tensorfloat32"),
     "autocast, bfloat16": Way(level="O1", low_dtype=jnp.bfloat16),
-    "O2, masters": Way(level="O2", masters="full", grad_bytes=2),
+    "O2, masters": Way(level="O2", has_masters=True, grad_bytes=2),
 }
 UNSCALED_WAYS = [
     "float32",
@@ -119,9 +117,9 @@ def make_step(
     if chosen.level is not None:
         loss_fn = ols.autocast(loss_fn, chosen.low_dtype, level=chosen.level)
     inner = OPTIMIZERS[optimizer]()
-    if chosen.masters is not None:
+    if chosen.has_masters:
         params = jax.eval_shape(ols.cast_params, params)
-        inner = ols.master_weights(inner, compact=chosen.masters == "compact")
+        inner = ols.master_weights(inner)
     make = run_flax if "DynamicScale" in scaler else run_ours
     init, run = make(loss_fn, inner, SCALERS[scaler])
     entries = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -10,15 +10,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ols
-from _lib.updates import (
-    OPTIMIZERS,
-    SHAPES,
-    WAYS,
-    WITH_CALLBACKS,
-    Way,
-    read_alone,
-    shape_of,
-)
+from _lib.updates import OPTIMIZERS, SHAPES, WAYS, Way, read_alone, shape_of
 
 ROUNDS = 60
 
@@ -94,7 +86,7 @@ def compare(
     number, _, size = leaves.partition(" x ")
     shapes = SHAPES.get(leaves) or [shape_of(int(size))] * int(number)
     params, grads = make_inputs(shapes, dtype)
-    makers = WAYS | WITH_CALLBACKS | {"one read alone": read_alone}
+    makers = WAYS | {"one read alone": read_alone}
     ways = [makers[name](OPTIMIZERS[optimizer]) for name in names]
     programs = [make_program(way, params, grads, repeats) for way in ways]
     first = programs[0]

@@ -155,9 +155,6 @@ WAYS = {
     "by hand": by_hand,
 }
 
-# Ways that only run: a callback on the host cannot be compiled for another device.
-WITH_CALLBACKS = {"with warn_after=50": partial(loss_scaled, warn_after=50)}
-
 # A GPT of six layers, each with four products, four biases and two normalizations.
 LAYER = [(512, 1536), (512, 512), (512, 2048), (2048, 512), (1536,), (2048,)]
 SHAPES = {

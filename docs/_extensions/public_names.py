@@ -8,8 +8,6 @@ MODULES = [
     "optax_lossscale.diagnostics",
     "optax_lossscale.plotting",
     "optax_lossscale.compat.flax",
-    "optax_lossscale.compat.jmp",
-    "optax_lossscale.compat.numpyro",
 ]
 
 

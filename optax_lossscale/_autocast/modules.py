@@ -20,7 +20,6 @@ from jax.extend import core
 from jax.tree_util import Partial
 
 from optax_lossscale._ground.nnx import (
-    explain_changes,
     flatten,
     flax_nnx,
     is_variable,
@@ -93,7 +92,7 @@ def trace_call(
 
 
 def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    with explain_changes():
+    with _explain_changes():
         return fun(*args, **kwargs)
 
 
@@ -191,7 +190,7 @@ def _without_modules(
 
     def finish(results: PyTree) -> PyTree:
         (others, structure), new = results
-        with explain_changes():
+        with _explain_changes():
             made = _update(graph, leaves, objects, *new)
         return jax.tree.unflatten(structure, _combine(made, others))
 
@@ -342,3 +341,23 @@ def _assign(old: dict[str, Any], new: dict[str, Any]) -> None:
             _assign(old[name], value)
         else:
             old[name] = value
+
+
+@contextlib.contextmanager
+def _explain_changes() -> Iterator[None]:
+    """Says what to do where Flax refuses to change a module, in place of Flax's error.
+
+    Flax lets a module be changed only by what was given it as an argument.
+    """
+    errors: Any = sys.modules.get("flax.errors")
+    refused = () if errors is None else errors.TraceContextError
+    try:
+        yield
+    except refused as error:
+        raise ValueError(
+            "A module of `flax.nnx` would be changed where it is not an argument, say "
+            "its batch statistics or its dropout count, and the change would be lost. "
+            "Pass the module as an argument: `ols.autocast(lambda model, x: ...)"
+            "(model, x)`, and in the same way to each transformation around it, such "
+            "as `nnx.jit` or `nnx.grad`."
+        ) from error

@@ -26,7 +26,6 @@ from jax.interpreters import mlir
 
 from optax_lossscale._programs.jax_internals import ragged_dot_general_p
 from optax_lossscale._programs.jaxprs import bind
-from optax_lossscale._programs.powers import is_product
 
 PRODUCTS = (
     dot_general_p,
@@ -35,7 +34,6 @@ PRODUCTS = (
 )
 FLOAT32 = jnp.dtype(jnp.float32)
 low_product_p = core.Primitive("low_product")
-is_product(low_product_p)
 
 
 class Factor(NamedTuple):

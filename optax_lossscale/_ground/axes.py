@@ -39,6 +39,4 @@ def axes_varying(array: jax.Array) -> frozenset[Hashable]:
     """The axes over which an array is known to vary."""
     kind: Any = jax.typeof(array)
     # JAX 0.7 has the first name, and JAX 0.10 the second.
-    axes: frozenset[Hashable]
-    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-    return axes
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -35,8 +35,7 @@ class LossScaleState(NamedTuple):
         `where_applied` reads it.
       notfinite_count: `i32[]`, steps. How many steps in a row were skipped up to now.
       total_notfinite: `i32[]`, steps. How many steps were skipped in all.
-      step_count: `i32[]`, steps. How many steps were taken or skipped. (Under
-        `no_loss_scale` only those with `accept` count.)
+      step_count: `i32[]`, steps. How many steps were taken or skipped.
       rule_state: The rule's own state: a NamedTuple of arrays, or `()`.
 
     The counters saturate at `2**31 - 1`.
@@ -93,23 +92,5 @@ class MasterWeightsState(NamedTuple):
 
 
 @public
-class CompactMasterWeightsState(NamedTuple):
-    """State of `master_weights` with `compact=True`.
-
-    Attributes:
-      remainders: The 16 bits that half-precision parameters lack, of their shapes:
-        `i16` for bfloat16, `u16` for float16. `optax.MaskedNode()` for parameters in
-        float32 or wider, and float32 masters for those in float8.
-      inner_state: State of the inner optimizer.
-    """
-
-    remainders: PyTree
-    inner_state: PyTree
-
-
-MASTER_WEIGHTS_STATES = (MasterWeightsState, CompactMasterWeightsState)
-
-
-@public
-class Unscaled(NamedTuple):
+class NoLossScaleRuleState(NamedTuple):
     """The `rule_state` of `no_loss_scale()`, whose gradients are never unscaled."""

@@ -2,7 +2,7 @@
 
 Throughout the package, "floating" covers the first two of these kinds:
 
-* float16, bfloat16, float8, float32: computed in float32; float64 in float64;
+* float8, float16, bfloat16, float32: computed in float32; float64 in float64;
 * complex: real and imaginary part, each as above;
 * integer, bool, `float0`, keys and other extended dtypes: returned unchanged, and
   always finite;
@@ -14,7 +14,7 @@ Throughout the package, "floating" covers the first two of these kinds:
 """
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,13 @@ def is_wrapped(node: object) -> bool:
     return callable(method) and not isinstance(node, jax.Array)
 
 
-def wrapped_in(tree: PyTree) -> set[int]:
-    """The identities of all wrapped arrays in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_wrapped)
-    return {id(node) for node in nodes if is_wrapped(node)}
+def unwrap(tree: PyTree) -> PyTree:
+    """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
+    return jax.tree.map(
+        lambda node: jnp.asarray(unwrapped(node)) if is_wrapped(node) else node,
+        tree,
+        is_leaf=is_wrapped,
+    )
 
 
 def is_absent(node: object) -> bool:
@@ -97,20 +100,7 @@ def is_absent(node: object) -> bool:
 
 def wide_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns float32 for narrower floating dtypes, and any other one unchanged."""
-    # Not by `promote_types`, which has no path from float8 to float32.
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
-
-
-def is_float8(leaf: object) -> bool:
-    """Whether a leaf is in float8 or less, to which JAX adds nothing of another dtype.
-
-    Updates of such a parameter must be in its own dtype. (float8_e8m0fnu has no zero,
-    so nothing could update a parameter in it.)
-    """
-    if not is_floating_array(leaf):
-        return False
-    dtype = dtype_of(leaf)
-    return jnp.finfo(dtype).bits <= 8 and dtype != jnp.float8_e8m0fnu
 
 
 def widen(leaf: PyTree) -> PyTree:
@@ -126,7 +116,20 @@ def widen(leaf: PyTree) -> PyTree:
     dtype = wide_dtype(array.dtype)
     if array.dtype == dtype and not array.weak_type:
         return array  # Saves a call for each leaf outside `jit`.
-    return lax.convert_element_type(array, dtype)
+    return lax.convert_element_type(keep_rounding(array), dtype)
+
+
+def keep_rounding(array: jax.Array) -> jax.Array:
+    """The same array, of which XLA does not undo the rounding.
+
+    In one compiled program XLA for GPU leaves out a cast to a narrower dtype and back
+    to float32 (https://github.com/openxla/xla/issues/41605). What reads the array in
+    float32 then sees numbers that the array cannot hold. A `reduce_precision` between
+    the casts keeps them. It rounds to the bits of float32, which changes nothing.
+    """
+    if jnp.finfo(array.dtype).bits >= 32 or not isinstance(array, jax.core.Tracer):
+        return array  # Outside `jit` each cast is a program of its own.
+    return lax.reduce_precision(array, exponent_bits=8, mantissa_bits=23)
 
 
 def strengthen(leaf: PyTree) -> PyTree:
@@ -157,21 +160,19 @@ def cast_abstract(
 
 def real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
     """Both parts of a complex array; a real array alone."""
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    is_complex = array.dtype.kind == "c"
     return (lax.real(array), lax.imag(array)) if is_complex else (array,)
 
 
 def map_floating(
-    function: Callable[..., list[jax.Array]],
-    tree: PyTree,
-    *args: jax.Array,
-    is_mapped: Callable[[object], bool] = is_floating,
+    function: Callable[..., list[jax.Array]], tree: PyTree, *args: jax.Array
 ) -> PyTree:
     """Replaces floating leaves by the results of a function of the list of them."""
     leaves, structure = jax.tree.flatten(tree)
-    pairs = [(leaf, is_mapped(leaf)) for leaf in leaves]
-    mapped = iter(function([unwrapped(leaf) for leaf, flag in pairs if flag], *args))
-    merged = [next(mapped) if flag else leaf for leaf, flag in pairs]
+    check_arrays(leaves)
+    floating = [unwrapped(leaf) for leaf in leaves if is_floating(leaf)]
+    mapped = iter(function(floating, *args))
+    merged = [next(mapped) if is_floating(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(structure, merged)
 
 
@@ -183,10 +184,7 @@ def floating_leaves(tree: PyTree) -> dict[str, PyTree]:
         if is_floating(leaf):
             name = path_name(path)
             # A key may itself hold a slash, so that two paths read the same.
-            name = jax.tree_util.keystr(path) if name in found else name
-            while name in found:  # Nodes of your own may give all leaves one key.
-                name += "'"
-            found[name] = leaf
+            found[jax.tree_util.keystr(path) if name in found else name] = leaf
     return found
 
 
@@ -199,7 +197,7 @@ def is_at(keys: KeyPath, path: str | None) -> bool:
     """Whether a key path is, or begins with, a path in words; True for None."""
     if not isinstance(path, str | None):
         raise TypeError(f'`path` must be a string such as "generator", got {path!r}.')
-    return path is None or path.rstrip("/") in _paths_to(keys)
+    return path is None or f"{path_name(keys)}/".startswith(f"{path.rstrip('/')}/")
 
 
 def find_one(
@@ -217,29 +215,9 @@ def find_one(
         return found[0] if found else None
     at = "" if path is None else f" at `path` {path!r}"
     got = f"got {len(found)}, at" if found else "got none there, but some at"
-    places = [keys for keys, _ in found or everywhere]
-    listed = ", ".join(f"`{jax.tree_util.keystr(keys)}`" for keys in places)
-    others = [keys for keys, _ in everywhere if keys != places[0]]
-    hint = pick.format(f"path={_unique_path(places[0], others)!r}")
-    raise ValueError(f"{must}{at}, {got} {listed}. (Pick one by its path: {hint})")
-
-
-def _paths_to(keys: KeyPath) -> Iterator[str]:
-    """Paths in words to a node and to the nodes around it, from the outermost on.
-
-    Names may hold slashes, so the paths in Python follow.
-    """
-    ways = [keys[:length] for length in range(len(keys) + 1)]
-    yield from map(path_name, ways)
-    yield from map(jax.tree_util.keystr, ways)
-
-
-def _unique_path(keys: KeyPath, others: Sequence[KeyPath]) -> str:
-    """The shortest path that picks a node and none of the others."""
-    unique = (
-        p for p in _paths_to(keys) if not any(is_at(other, p) for other in others)
-    )
-    return next(unique, jax.tree_util.keystr(keys))
+    names = [path_name(keys) for keys, _ in found or everywhere]
+    hint = pick.format(f"path={names[0]!r}")
+    raise ValueError(f"{must}{at}, {got} {names}. (Pick one by its path: {hint})")
 
 
 def find_by_type(
@@ -254,15 +232,6 @@ def find_by_type(
     return [(path, node) for path, node in nodes if is_one(node)]
 
 
-def unwrap(tree: PyTree) -> PyTree:
-    """Replaces wrapped arrays, such as Flax's `nnx.Variable`, by the arrays."""
-    return jax.tree.map(
-        lambda node: jnp.asarray(unwrapped(node)) if is_wrapped(node) else node,
-        tree,
-        is_leaf=is_wrapped,
-    )
-
-
 def flags_of(mask: Mask, tree: PyTree) -> PyTree:
     """What a mask of Optax means: a pytree of bools that is a prefix of `tree`."""
     if mask is None:
@@ -274,23 +243,6 @@ def flags_of(mask: Mask, tree: PyTree) -> PyTree:
     return jax.tree.map(unwrapped, mask, is_leaf=is_wrapped)
 
 
-def where_true(flags: PyTree, tree: PyTree) -> PyTree:
+def keep_marked(flags: PyTree, tree: PyTree) -> PyTree:
     """Keeps the parts of a tree whose flags are True; None elsewhere."""
     return jax.tree.map(lambda keep, part: part if keep else None, flags, tree)
-
-
-def check_structure(tree: PyTree, params: PyTree, message: str) -> None:
-    """Raises unless each leaf of a tree belongs to a leaf of `params`."""
-
-    def is_matched(leaf: PyTree, param: PyTree) -> bool:
-        return is_absent(leaf) or jax.tree_util.all_leaves([param])
-
-    try:
-        matched = jax.tree.map(is_matched, tree, params, is_leaf=is_absent)
-        detail = "got a leaf where there is a subtree."
-    except ValueError as error:
-        matched, detail = False, f"got: {error}"
-    if not all(jax.tree.leaves(matched)):
-        raise ValueError(
-            f"{message}, {detail} (Do they belong to other arguments? Check `argnums`.)"
-        )

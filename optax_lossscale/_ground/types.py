@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import jax
-import optax
 
 # Any pytree, or one leaf of it.
 PyTree: TypeAlias = Any
@@ -16,8 +15,6 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 # The name of one axis of `pmap`, `vmap` or `shard_map`, or a tuple of names.
 AxisName: TypeAlias = Hashable
-# A floor or a cap of the loss scale: one number, or a number for each step.
-ScaleBound: TypeAlias = float | optax.Schedule
 # What `loss_scale_metrics` returns, for one step or stacked over several.
 Metrics: TypeAlias = Mapping[str, jax.typing.ArrayLike]
 

@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._ground.bits import keep_rounding
 from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale._ground.normalization import in_normalization
-from optax_lossscale._ground.tree import cast_abstract, dtype_of, path_name
+from optax_lossscale._ground.tree import (
+    cast_abstract,
+    dtype_of,
+    keep_rounding,
+    path_name,
+)
 from optax_lossscale._ground.types import PyTree
 
 _CASTABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))

@@ -1,89 +1,243 @@
-"""How gradients depend on a loss scale."""
+"""How gradients depend on a loss scale, read from the trace that computed them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import div_p, mul_p
 
-from optax_lossscale._programs.follow import equations_before, follow_back
+from optax_lossscale._programs.follow import look_into
 from optax_lossscale._programs.jax_internals import (
     constant_of,
+    equation_of,
     origin_of,
+    program_around,
     trace_of,
     traces_around,
 )
 from optax_lossscale._programs.jaxprs import equations_of, is_transposed, programs_of
-from optax_lossscale._programs.powers import CONSTANT, Powers, PowersRule, first_power
 
-Scaling: TypeAlias = Literal[
-    "scaled", "scaled twice", "unscaled", "by another scale", "never scaled"
-]
-_RULE = PowersRule()
+_BRANCHES = ("cond", "switch")
 _LOOPS = ("fori_loop", "scan", "while_body")
+
+
+class _Source(NamedTuple):
+    """What a value was computed from.
+
+    With a loss scale `s`, these are
+
+    | value | factors | divisors |
+    |---|---|---|
+    | `s`, `loss * s` and its gradients | `s` | |
+    | `1 / s` | | `s` |
+    | `grads / s`, `grads * (1 / s)` | `s` | `s` |
+    | `(grads / s) * s` | `s` | |
+
+    Attributes:
+      factors: The numbers that it depends on in any way but by a division.
+      divisors: The numbers that it was divided by, and not multiplied by again.
+      is_number: Whether it was computed from numbers and constants alone.
+    """
+
+    factors: frozenset[int] = frozenset()  # Arrays by their identity.
+    divisors: frozenset[int] = frozenset()
+    is_number: bool = False
+
+
+_DATA = _Source()
+_CONSTANT = _Source(is_number=True)
+
+
+class _SourceRule:
+    """What is known of the results of one operation, for `look_into`."""
+
+    nothing = _DATA
+
+    def of_constant(self, value: Any) -> _Source:
+        return _CONSTANT
+
+    def of_operation(self, equation: Any, inputs: Sequence[_Source]) -> list[_Source]:
+        result = _merged(inputs)
+        if equation.primitive is mul_p:
+            one, other = sorted(inputs, key=lambda source: source.is_number)
+            if other.is_number:
+                result = _product(one, other)
+        elif equation.primitive is div_p and inputs[1].is_number:
+            one, other = inputs
+            result = _product(one, _Source(other.divisors, other.factors, True))
+        return [result] * len(equation.outvars)
+
+    def join(self, one: _Source, other: _Source) -> _Source:
+        return _merged([one, other])
+
+
+def _merged(sources: Sequence[_Source]) -> _Source:
+    """What a value comes from that is computed from several.
+
+    It is divided by a number only if all that depend on any number are: scaled
+    gradients that are multiplied by something of the true ones, as in a clip, are still
+    scaled.
+    """
+    # Without such sources, as where a number is broadcast, all count.
+    scaled = [source for source in sources if source.factors] or sources
+    divisors = [source.divisors for source in scaled]
+    return _Source(
+        frozenset().union(*(source.factors for source in sources)),
+        frozenset.intersection(*divisors) if divisors else frozenset(),
+        all(source.is_number for source in sources),
+    )
+
+
+def _product(one: _Source, number: _Source) -> _Source:
+    return _Source(
+        one.factors | number.factors,
+        (one.divisors - number.factors) | number.divisors,
+        one.is_number,
+    )
 
 
 def scaling_of(
     grads: Sequence[Any], params: Iterable[Any], scale: Any
-) -> Scaling | None:
-    """How gradients depend on a loss scale; None in case of doubt.
+) -> Literal["never scaled", "unscaled"] | None:
+    """Whether gradients were computed without a loss scale, or are divided by one.
 
-    Only what was computed in the trace of the scale, and in those around it, is seen.
-    Another argument may hold the same scale, so there is doubt if the gradients are
-    proportional to one. An array that a jitted function closes over is the same at
-    every call, so it cannot be this scale.
+    None if they are right, and in case of doubt. Only what was computed in the trace of
+    the scale, and in those around it, is seen. Another argument may hold the same
+    scale, so there is doubt if the gradients depend on any floating scalar.
 
     Args:
-      grads: The scaled gradients.
+      grads: The gradients that `update` is given.
       params: The parameters, none of which is a scale.
-      scale: The loss scale of the state that `update` was given.
+      scale: The loss scale of the state that `update` is given.
     """
     own = origin_of(scale)
-    if not isinstance(own, jax.core.Tracer) or constant_of(own) is not None:
-        return None  # A number in the program, as after an `init` inside `jit`.
-    known = {id(origin_of(param)): CONSTANT for param in params}
-    known[id(own)] = first_power(id(own))
+    if _is_constant(own):
+        return None  # As after an `init` inside `jit`.
+    # One of several states that are stacked in one array, say.
+    roots = _inputs_of([own])
+    traced_for, is_input = traces_around(own)[0], equation_of(own) is None
+    is_of_branch = traced_for in _BRANCHES and is_input
+    if is_of_branch and all(equation_of(origin_of(grad)) is None for grad in grads):
+        return "never scaled" if _is_never_scaled_around(own) else None
 
-    def of_input(origin: Any) -> Powers:
-        number = constant_of(origin)
-        if number is not None:
-            return _RULE.of_constant(number)
-        return first_power(id(origin)) if _may_be_scale(origin, own) else CONSTANT
+    def of_input(origin: Any) -> _Source:
+        if _is_constant(origin):
+            return _CONSTANT
+        if id(origin) in roots:
+            return _Source(frozenset([id(origin)]))
+        # The scale changes from one iteration to the next.
+        is_fixed = traced_for in _LOOPS and trace_of(origin) is not trace_of(own)
+        if is_fixed or not _may_be_scale(origin, own):
+            return _DATA
+        return _Source(frozenset([id(origin)]), is_number=True)
 
-    facts = follow_back(grads, known, of_input, _RULE)
-    powers = [dict(fact.of) for fact in facts if not fact.is_zero]
-    of_own = [power.pop(id(own), "none") for power in powers]
-    of_others = {power for each in powers for power in each.values()}
-    if 2 in of_own:
-        return "scaled twice"
-    if 1 in of_own:
-        return "scaled"
-    if not powers or {*of_own} - {0, "none"} or {1, None} & of_others:
-        return None
-    if 0 in of_own:
-        return "unscaled"
-    if not _are_derivatives(grads):
-        return None
-    return "by another scale" if 0 in of_others else "never scaled"
+    known = {id(origin_of(param)): _DATA for param in params}
+    known[id(own)] = _Source(frozenset([id(own)]), is_number=True)
+    equations, sources = _follow_back(grads, known, of_input)
+    factors = _merged(sources).factors
+    if id(own) in factors:
+        is_unscaled = any(id(own) in source.divisors for source in sources)
+        return "unscaled" if is_unscaled else None
+    if any(source.factors & source.divisors for source in sources):
+        # Outside a branch, the scale of its input may have another name.
+        return None if is_of_branch else "unscaled"
+    return "never scaled" if not factors and _has_derivative(equations) else None
 
 
-def _may_be_scale(origin: Any, own: Any) -> bool:
-    """Whether an input of a trace may have the value of a scale."""
+def _is_constant(origin: Any) -> bool:
+    """Whether an array is a number or an array that the program holds."""
+    return not isinstance(origin, jax.core.Tracer) or constant_of(origin) is not None
+
+
+def _may_be_scale(array: Any, own: Any) -> bool:
+    """Whether an array may have the value of a scale, by its type."""
     # Under `pmap`, an input has an axis of the devices, of size 1.
-    if not isinstance(origin, jax.core.Tracer) or origin.size != own.size:
-        return False
-    is_outside = trace_of(origin) is not trace_of(own)
-    if is_outside and traces_around(own)[0] in _LOOPS:
-        return False  # The scale changes from one iteration to the next.
-    return jnp.issubdtype(origin.dtype, jnp.floating)
+    is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+    return bool(is_floating and array.size == own.size)
 
 
-def _are_derivatives(grads: Sequence[Any]) -> bool:
-    """Whether gradients were computed in a backward pass."""
-    found = equations_before(grads)
-    programs = (program for each in found for program in programs_of(each))
-    inside = (each for program in programs for each in equations_of(program))
-    return any(map(is_transposed, found)) or any(map(is_transposed, inside))
+def _is_never_scaled_around(own: Any) -> bool:
+    """Whether no derivative depends on a number, in the trace around a branch.
+
+    A branch does not know where its inputs come from.
+    """
+    equations, inputs = program_around(own)
+    derivatives = [equation for equation in equations if _has_derivative([equation])]
+    arrays = [array for equation in derivatives for array in equation.in_tracers]
+
+    def of_input(origin: Any) -> _Source:
+        may_be_scale = not _is_constant(origin) and _may_be_scale(origin, own)
+        return _Source(frozenset([id(origin)])) if may_be_scale else _DATA
+
+    _, sources = _follow_back(arrays, {}, of_input)
+    # Without such an input, the scale is a number in the program.
+    has_scale = any(_may_be_scale(variable.aval, own) for variable in inputs)
+    return bool(derivatives) and has_scale and not _merged(sources).factors
+
+
+def _follow_back(
+    arrays: Sequence[Any],
+    known: Mapping[int, _Source],
+    of_input: Callable[[Any], _Source],
+) -> tuple[list[Any], list[_Source]]:
+    """The equations that traced arrays were computed by, and what these come from."""
+    results: dict[int, _Source] = {}  # By the identity of a variable.
+    done: dict[int, Any] = {}  # Equations by their identity.
+
+    def equations_before(arrays: Iterable[Any]) -> list[Any]:
+        origins = [
+            origin for origin in map(origin_of, arrays) if id(origin) not in known
+        ]
+        equations = filter(None, map(equation_of, origins))
+        return [equation for equation in equations if id(equation) not in done]
+
+    def source_of(array: Any) -> _Source:
+        origin = origin_of(array)
+        if id(origin) in known:
+            return known[id(origin)]
+        is_input = equation_of(origin) is None
+        return of_input(origin) if is_input else results[id(origin.val)]
+
+    rest = equations_before(arrays)
+    while rest:
+        equation = rest[-1]
+        if id(equation) not in done and (
+            before := equations_before(equation.in_tracers)
+        ):
+            rest.extend(before)
+            continue
+        rest.pop()
+        if id(equation) not in done:
+            done[id(equation)] = equation
+            inputs = list(map(source_of, equation.in_tracers))
+            outputs = look_into(equation, inputs, _SourceRule()).outputs
+            results.update(zip(map(id, equation.outvars), outputs, strict=True))
+    return list(done.values()), list(map(source_of, arrays))
+
+
+def _inputs_of(arrays: Iterable[Any]) -> set[int]:
+    """The identities of the inputs that traced arrays were computed from."""
+    rest, inputs, done = list(arrays), set[int](), set[int]()
+    while rest:
+        origin = origin_of(rest.pop())
+        equation = equation_of(origin)
+        if equation is None and not _is_constant(origin):
+            is_floating = jnp.issubdtype(origin.dtype, jnp.floating)
+            inputs |= {id(origin)} if is_floating else set()
+        elif equation is not None and id(equation) not in done:
+            done.add(id(equation))
+            rest.extend(equation.in_tracers)
+    return inputs
+
+
+def _has_derivative(equations: Iterable[Any]) -> bool:
+    """Whether some were made by a backward pass."""
+    for equation in equations:
+        inside = (e for p in programs_of(equation) for e in equations_of(p))
+        if is_transposed(equation) or any(map(is_transposed, inside)):
+            return True
+    return False
 
 
 def is_constant_under_jit(scale: Any) -> bool:

@@ -1,17 +1,17 @@
-"""Follow what is known of values through a program, and back through its trace.
+"""Follow what is known of values through a program.
 
 A `Rule` says what is known of the results of one operation. Everything else is here:
 calls, loops and branches, at every depth.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jax.extend import core
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
-from optax_lossscale._programs.jax_internals import equation_of, origin_of, scan_counts
+from optax_lossscale._programs.jax_internals import scan_counts
 from optax_lossscale._programs.jaxprs import (
     Atom,
     Program,
@@ -79,59 +79,6 @@ def follow(program: Program, inputs: Sequence[Fact], rule: Rule[Fact]) -> list[F
         outputs = look_into(equation, list(map(read, equation.invars)), rule).outputs
         known.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
-
-
-def follow_back(
-    arrays: Sequence[Any],
-    known: Mapping[int, Fact],
-    of_input: Callable[[Any], Fact],
-    rule: Rule[Fact],
-) -> list[Fact]:
-    """What is known of traced arrays, from that of the arrays they were computed from.
-
-    Args:
-      arrays: Arrays of the trace, before its program is complete.
-      known: What is known of some arrays, by the identity of their origins.
-      of_input: What is known of an input of the trace.
-      rule: How to follow it.
-    """
-    outputs: dict[int, Sequence[Fact]] = {}  # By the identity of an equation.
-
-    def read(array: Any) -> Fact:
-        origin = origin_of(array)
-        if id(origin) in known:
-            return known[id(origin)]
-        equation, place = equation_of(origin)
-        return of_input(origin) if equation is None else outputs[id(equation)][place]
-
-    def equations_before(arrays: Sequence[Any]) -> list[Any]:
-        origins = [x for x in map(origin_of, arrays) if id(x) not in known]
-        equations = [equation_of(origin)[0] for origin in origins]
-        return [x for x in equations if x is not None and id(x) not in outputs]
-
-    rest = equations_before(arrays)
-    while rest:
-        equation = rest[-1]
-        if before := equations_before(equation.in_tracers):
-            rest.extend(before)
-            continue
-        rest.pop()
-        if id(equation) not in outputs:
-            inputs = list(map(read, equation.in_tracers))
-            outputs[id(equation)] = look_into(equation, inputs, rule).outputs
-    return list(map(read, arrays))
-
-
-def equations_before(arrays: Sequence[Any]) -> list[Any]:
-    """All equations that traced arrays were computed by."""
-    found = dict[int, Any]()
-    rest = list(arrays)
-    while rest:
-        equation, _ = equation_of(origin_of(rest.pop()))
-        if equation is not None and id(equation) not in found:
-            found[id(equation)] = equation
-            rest.extend(equation.in_tracers)
-    return list(found.values())
 
 
 def look_into(equation: Any, inputs: Sequence[Fact], rule: Rule[Fact]) -> Inside[Fact]:

@@ -38,11 +38,8 @@ def _private(module: str, name: str) -> Any:
 remat_p = _private("jax._src.ad_checkpoint", "remat_p")
 name_p = _private("jax._src.ad_checkpoint", "name_p")
 pvary_p = _private("jax._src.core", "pvary_p")
-psum_invariant_p = _private("jax._src.lax.parallel", "psum_invariant_p")
 ragged_dot_general_p = _private("jax._src.lax.lax", "ragged_dot_general_p")
 split_p = _private("jax._src.lax.lax", "split_p")
-optimization_barrier_p = _private("jax._src.lax.lax", "optimization_barrier_p")
-reduce_scatter_p = _private("jax._src.lax.parallel", "reduce_scatter_p")
 jet = _private("jax.experimental.jet", "jet")
 jet_rules = _private("jax.experimental.jet", "jet_rules")
 
@@ -141,16 +138,13 @@ def origin_of(array: Any) -> Any:
     return array
 
 
-def equation_of(origin: Any) -> tuple[Any, int]:
-    """The equation that made a traced array, and its place among the results.
+def equation_of(origin: Any) -> Any:
+    """The equation that made a traced array; None for an input.
 
-    None for an input. No public function knows it before the program is complete.
+    No public function knows it before the program is complete. The variable `val` of
+    the array is one of the results of the equation.
     """
-    equation = getattr(origin, "parent", None)
-    if equation is None:
-        return None, 0
-    is_result = [variable is origin.val for variable in equation.outvars]
-    return equation, is_result.index(True)
+    return getattr(origin, "parent", None)
 
 
 def constant_of(origin: Any) -> Any:
@@ -186,6 +180,14 @@ def traces_around(array: Any) -> list[str | None]:
         names.append(getattr(debug_info, "traced_for", None))
         trace = getattr(trace, "parent_trace", None)
     return names
+
+
+def program_around(array: Any) -> tuple[list[Any], list[core.Var]]:
+    """The equations so far, and the inputs, of the trace around that of an array."""
+    frame: Any = trace_of(array).parent_trace.frame
+    # References to equations, which may be weak, or the equations themselves.
+    equations = [e if hasattr(e, "outvars") else e() for e in frame.tracing_eqns]
+    return [each for each in equations if each is not None], frame.invars
 
 
 def frames_of(equation: core.JaxprEqn) -> list[tuple[types.CodeType, int]]:

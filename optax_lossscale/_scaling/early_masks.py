@@ -1,12 +1,13 @@
 """Mask arrays of an update as soon as they are computed, which saves copies on a CPU.
 
-Nothing here changes a result: `run_masked` could be `mask_results(is_applied, *run(),
-old)`, which is what it does outside `jit`. Without it XLA on CPU copies the state, and
-an update of AdamW takes several times as long. On a GPU or a TPU it makes no difference
+Nothing here changes a result: `run_masked` could mask the results of the whole update,
+which is what it does outside `jit`. Then XLA on CPU copies the state, and an update of
+AdamW takes several times as long. On a GPU or a TPU it makes no difference
 (`benchmarks/optimizations.py` has the figures).
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,18 @@ from jax import lax
 from jax.extend import core
 
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._scaling.masking import mask_results, mask_state, mask_updates
+from optax_lossscale._scaling.masking import keep_old_unless, mask_results, zero_unless
+
+# From gradients, state and parameters to updates and the new state.
+Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def run_masked(
-    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+    is_applied: jax.Array, run: Update, grads: PyTree, old: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Runs an update and masks its results, without copying the state.
 
-    Reference: `mask_results(is_applied, *run(), old)`.
+    Reference: `mask_results(is_applied, *run(grads, old, params), old)`.
 
     An optimizer computes its updates from its new moments. If the moments are masked
     only afterwards, the updates need the unmasked moments while the masked ones are
@@ -33,17 +37,18 @@ def run_masked(
 
     Args:
       is_applied: `bool[]`. False if the step is skipped.
-      run: The update: a function without arguments that returns the updates and the new
-        state. It is traced by itself, so it must not leak a traced value.
+      run: The update of an optimizer. It is traced by itself, so it must not leak a
+        traced value.
+      grads: The gradients.
       old: The state before the update.
+      params: The parameters, or None.
 
     Returns:
       Updates and state, masked.
     """
     if _is_traced():
-        return _run_masked_early(is_applied, run, old)
-    results: tuple[PyTree, PyTree] = mask_results(is_applied, *run(), old)
-    return results
+        return _run_masked_early(is_applied, run, grads, old, params)
+    return mask_results(is_applied, *run(grads, old, params), old)
 
 
 def _is_traced() -> bool:
@@ -52,7 +57,7 @@ def _is_traced() -> bool:
 
 
 def _run_masked_early(
-    is_applied: jax.Array, run: Callable[[], tuple[PyTree, PyTree]], old: PyTree
+    is_applied: jax.Array, run: Update, grads: PyTree, old: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
     """`run_masked` under `jit`, with early masks.
 
@@ -63,17 +68,18 @@ def _run_masked_early(
     """
 
     @jax.jit
-    def update() -> tuple[PyTree, PyTree]:
-        updates, new = run()
-        return mask_updates(is_applied, updates), mask_state(is_applied, new, old)
+    def update(
+        is_applied: jax.Array, grads: PyTree, old: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        updates, new = run(grads, old, params)
+        return zero_unless(is_applied, updates), keep_old_unless(is_applied, new, old)
 
-    closed, shapes = jax.make_jaxpr(update, return_shape=True)()
+    args = is_applied, grads, old, params
+    closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
     calls = closed.jaxpr.eqns
-    results: tuple[PyTree, PyTree]
     # If `jax.jit` is disabled, or JAX writes down its call in another way.
     if [call.params.get("name") for call in calls] != ["update"]:
-        results = update()
-        return results
+        return update(*args)
     (call,) = calls
     inner = call.params["jaxpr"]
     structure = jax.tree.structure(shapes)
@@ -82,9 +88,8 @@ def _run_masked_early(
         inner = inner.replace(jaxpr=_masked_early(inner.jaxpr, *early))
     call = call.replace(params=call.params | {"jaxpr": inner})
     program = closed.replace(jaxpr=closed.jaxpr.replace(eqns=[call]))
-    outputs = core.jaxpr_as_fun(program)()
-    results = jax.tree.unflatten(structure, outputs)
-    return results
+    outputs = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(structure, outputs)
 
 
 def _masked_arrays(updates: PyTree, new: PyTree) -> tuple[set[core.Var], set[core.Var]]:
@@ -122,9 +127,10 @@ def _masked_early(
         (constants if is_constant else computed).append(equation)
     given = {*program.invars, *program.constvars}
     given |= {variable for equation in constants for variable in equation.outvars}
+    selects = [each for each in computed if each.primitive is lax.select_n_p]
     masks: dict[core.Var, core.JaxprEqn] = {}
     for results in (moments, updates):
-        for equation in computed:
+        for equation in selects:
             unmasked = _masked_by(equation, results, given)
             # An array that is returned twice has two masks. The second is moved; the
             # first stays where it is, and reads what the second has masked.
@@ -136,21 +142,22 @@ def _masked_early(
     ordered = constants
     masked: dict[int, core.Var] = {}  # By identity, since a literal has no hash.
     for equation in equations:
-        invars = [masked.get(id(atom), atom) for atom in equation.invars]
-        ordered.append(equation.replace(invars=invars))
+        if any(id(atom) in masked for atom in equation.invars):
+            invars = [masked.get(id(atom), atom) for atom in equation.invars]
+            equation = equation.replace(invars=invars)
+        ordered.append(equation)
         for variable in equation.outvars:
             if variable in masks:
                 ordered.append(masks[variable])
                 (masked[id(variable)],) = masks[variable].outvars
-    result: core.Jaxpr = program.replace(eqns=ordered)
-    return result
+    return program.replace(eqns=ordered)
 
 
 def _masked_by(
     equation: core.JaxprEqn, results: set[core.Var], given: set[core.Var]
 ) -> core.Var | None:
     """The variable that an equation masks, if it may do so as soon as that is known."""
-    if equation.primitive is not lax.select_n_p or equation.outvars[0] not in results:
+    if equation.outvars[0] not in results:
         return None
     *others, new = equation.invars
     if isinstance(new, core.Literal) or new in given:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules, wrt_of
-from optax_lossscale._ground.parameters import split_parameters
+from optax_lossscale._ground.nnx import modules_of, value_and_grad_of_modules
+from optax_lossscale._ground.parameters import parameters_of
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.backward import check_function
-from optax_lossscale._scaling.mistakes import (
-    warn_if_constant,
-    warn_of_links_before,
-    warn_of_outer_wrappers,
-)
+from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_order
 from optax_lossscale._scaling.scale import multiply
 from optax_lossscale._scaling.state import get_loss_scale
 
@@ -48,11 +43,10 @@ def scaled_value_and_grad(
     As in JAX, the arguments that `argnums` names are differentiated, but models of any
     framework can be passed as they are:
 
-    * Of an `nnx.Module` or `nnx.State`, the variables that an `nnx.Optimizer` passed as
-      `state` was made for (`wrt`). Any other `state`, such as its `opt_state`, does not
-      know `wrt`: then `nnx.Param` is differentiated. (Of an `nnx.State` that has none
-      of them, all.) What the call changes in a module, such as batch statistics,
-      reaches the module.
+    * Of an `nnx.Module` the variables are differentiated that `nnx.value_and_grad`
+      would select: by the `wrt` of an `nnx.Optimizer` passed as `state`, and for any
+      other `state` `nnx.Param`. What the call changes in a module, such as batch
+      statistics, reaches the module.
     * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
       also Python floats. All other leaves are held fixed, and get None as gradients.
 
@@ -75,6 +69,10 @@ def scaled_value_and_grad(
       TypeError: If `fun` is not a function, or raised by JAX, for example for a loss
         that is not a scalar.
 
+    Warns:
+      UserWarning: If something is around or before `loss_scaled` that must be inside,
+        or if the state is a constant of the jitted step.
+
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> state = ols.static_loss_scale(1024.0).init()
@@ -85,9 +83,8 @@ def scaled_value_and_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    warn_of_outer_wrappers(state)
-    warn_of_links_before(state)
-    return _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
+    warn_of_order(state)
+    return _value_and_scaled_grad(fun, state, argnums, has_aux, jax_kwargs)
 
 
 def scaled_grad(
@@ -120,7 +117,7 @@ def scaled_grad(
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several.
-      TypeError: Raised by JAX, for example for a loss that is not a scalar.
+      TypeError: As `scaled_value_and_grad`, which also says when there is a warning.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -132,9 +129,8 @@ def scaled_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    warn_of_outer_wrappers(state)
-    warn_of_links_before(state)
-    value_and_grad = _scaled_value_and_grad(fun, state, argnums, has_aux, jax_kwargs)
+    warn_of_order(state)
+    value_and_grad = _value_and_scaled_grad(fun, state, argnums, has_aux, jax_kwargs)
 
     @functools.wraps(fun)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -144,7 +140,7 @@ def scaled_grad(
     return grad
 
 
-def _scaled_value_and_grad(
+def _value_and_scaled_grad(
     fun: Callable[..., Any],
     state: PyTree,
     argnums: int | Sequence[int],
@@ -165,73 +161,56 @@ def _scaled_value_and_grad(
             return result  # Not a pair: JAX raises the error.
         return multiply(result[0], state), tuple(result)
 
-    value_and_grad = _value_and_grad(scaled_fun, argnums, wrt_of(state), jax_kwargs)
-
     @functools.wraps(fun)
-    def true_value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
-        warn_if_constant(state)
-        (_, value), grads = value_and_grad(*args, **kwargs)
-        return value, grads
-
-    return true_value_and_scaled_grad
-
-
-def _value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    wrt: Any,
-    jax_kwargs: dict[str, Any],
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` of a function with auxiliary data, for any kind of model."""
-    if isinstance(argnums, Iterable):
-        argnums = tuple(argnums)
-    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
-    allow_int = jax_kwargs.get("allow_int", False)
-
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        trainable, merges = list(args), {}
-        for index in range(len(args)):
-            if index in numbers or index - len(args) in numbers:
-                trainable[index], merges[index] = split_parameters(
-                    args[index], wrt, allow_int=allow_int
-                )
-
-        @functools.wraps(fun)
-        def merged_fun(*args: Any, **kwargs: Any) -> Any:
-            merged = (merges.get(i, lambda arg: arg)(arg) for i, arg in enumerate(args))
-            return fun(*merged, **kwargs)
-
-        # From the signature NNX finds the positions of keyword arguments. If there are
-        # none, it would only move defaults there.
-        if not kwargs:
-            del merged_fun.__wrapped__
-        if modules_of((args, kwargs)):
-            transformed = value_and_grad_of_modules(
-                merged_fun, argnums, wrt, args, has_aux=True, **jax_kwargs
-            )
-        else:
-            transformed = jax.value_and_grad(
-                merged_fun, argnums, has_aux=True, **jax_kwargs
-            )
-        with _explain_integers():
-            return transformed(*trainable, **kwargs)
+        warn_if_constant(state)
+        (_, value), grads = _differentiate(
+            scaled_fun, state, argnums, jax_kwargs, args, kwargs
+        )
+        return value, grads
 
     return value_and_grad
 
 
-@contextlib.contextmanager
-def _explain_integers() -> Iterator[None]:
-    """Says what to do about JAX's error for arguments that have no gradient."""
-    try:
-        yield
-    except TypeError as error:
-        if "grad requires real- or complex-valued inputs" in str(error):
-            error.add_note(
-                "(An argument that is differentiated holds no floating array. Cast "
-                "the parameters to float32, or let `argnums` name the argument that "
-                "holds them.)"
-            )
-        raise
+def _differentiate(
+    fun: Callable[..., Any],
+    state: PyTree,
+    argnums: int | Sequence[int],
+    jax_kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Any:
+    """Calls `jax.value_and_grad(fun, has_aux=True)`, for any kind of model."""
+    argnums = tuple(argnums) if isinstance(argnums, Iterable) else argnums
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    if modules_of((args, kwargs)):
+        of_modules = value_and_grad_of_modules(
+            fun, argnums, state, args, has_aux=True, **jax_kwargs
+        )
+        return of_modules(*args, **kwargs)
+    params = list(args)
+    for index, arg in enumerate(args):
+        if index in numbers or index - len(args) in numbers:
+            # An argument without a parameter stays whole, and JAX says what is wrong.
+            part = parameters_of(arg)
+            params[index] = part if jax.tree.leaves(part) else arg
+
+    @functools.wraps(fun)
+    def of_params(*params: PyTree, **kwargs: PyTree) -> Any:
+        return fun(*map(_with_fixed, params, args), **kwargs)
+
+    value_and_grad = jax.value_and_grad(of_params, argnums, has_aux=True, **jax_kwargs)
+    return value_and_grad(*params, **kwargs)
+
+
+def _with_fixed(params: PyTree, arg: PyTree) -> PyTree:
+    """The argument, with these parameters in place of its own."""
+    return jax.tree.map(
+        lambda param, leaf: leaf if param is None else param,
+        params,
+        arg,
+        is_leaf=lambda node: node is None,
+    )
 
 
 def _check_loss(result: object) -> None:

@@ -7,18 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
+from jax.typing import ArrayLike
 
-from optax_lossscale._ground.bits import (
-    exponent_of_quotient,
-    exponents_within,
-    power_of_two,
-    split,
-    split_number,
-)
 from optax_lossscale._ground.checks import (
-    check_bounds,
     check_count,
     check_float_dtype,
     check_number,
@@ -26,11 +17,10 @@ from optax_lossscale._ground.checks import (
 )
 from optax_lossscale._ground.states import LossScaleState
 from optax_lossscale._ground.types import public
-from optax_lossscale._scaling.rules import LossScale, make_rule, shows_settings
-from optax_lossscale._scaling.state import as_array
+from optax_lossscale._scaling.rules import LossScale, make_rule, shows_call
 
-# Numbers and not `np.finfo`, which cannot be copied or pickled by value.
-_TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# Numbers and not `finfo`, which cannot be copied or pickled by value.
+_TINY, _MAX = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 _BITS_FADED = 4
 _BITS_PER_REPEAT = 8
 _BITS_PER_QUIET_STEP = 4
@@ -52,15 +42,15 @@ class HeadroomRuleState(NamedTuple):
     peaks: jax.Array
 
 
-@shows_settings
+@shows_call
 def headroom_loss_scale(
     init_scale: float = 2.0**15,
     *,
     history: int = 2400,
     recent: int = 64,
     margin_bits: float = 0.75,
-    min_scale: float | optax.Schedule = 2.0**-24,
-    max_scale: float | optax.Schedule = 2.0**24,
+    min_scale: float = 2.0**-24,
+    max_scale: float = 2.0**24,
     dtype: jax.typing.DTypeLike = jnp.float16,
 ) -> LossScale:
     """A rule that sets the loss scale from the largest recent gradients.
@@ -83,7 +73,6 @@ def headroom_loss_scale(
       zero, `recent` is forgotten. From then on each such step divides the peak by
       `2**4` or, if there is no peak, multiplies the scale by `2**4`.
 
-    Remembered numbers that cannot be right, say from a damaged checkpoint, are ignored.
     `docs/guides/choosing_a_rule.md` compares this rule with the others.
 
     Args:
@@ -97,10 +86,8 @@ def headroom_loss_scale(
         sees only gradients of parameters. Those of activations may be larger, as may
         those of each device before they are averaged: raise it if steps are skipped
         again and again.
-      min_scale: Floor of the scale, at least `2**-126`, or an `optax.Schedule` of
-        `step_count`. It is rounded up to a power of two.
-      max_scale: Cap of the scale, at most `2**126`, or a schedule. It is rounded down
-        to a power of two. Where a scheduled floor then exceeds the cap, the cap wins.
+      min_scale: Floor of the scale, at least `2**-126`, rounded up to a power of two.
+      max_scale: Cap of the scale, at most `2**126`, rounded down to a power of two.
       dtype: The floating dtype of the backward pass, in which gradients overflow.
 
     Returns:
@@ -110,7 +97,7 @@ def headroom_loss_scale(
 
     Raises:
       ValueError: If a setting is outside its range, or no power of two lies between the
-        bounds. From `adjust`, if `grads_max` is missing, or the state has other sizes.
+        bounds. From `adjust`, if `grads_max` is missing.
       TypeError: If a setting is of the wrong kind.
 
     Example:
@@ -124,14 +111,19 @@ def headroom_loss_scale(
       NVIDIA's Transformer Engine, `DelayedScaling`, keeps such a history for each
       float8 tensor (https://github.com/NVIDIA/TransformerEngine).
     """
-    first_scale = 2.0 ** (math.frexp(check_scale("init_scale", init_scale))[1] - 1)
+    first_scale = _power_below(check_scale("init_scale", init_scale))
     history = check_count("history", history)
     recent_steps = min(check_count("recent", recent), history)
     margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
-    bounds = check_bounds(min_scale, max_scale, of_powers_of_two=True)
+    low = 1 / _power_below(1 / check_scale("min_scale", min_scale))
+    high = _power_below(check_scale("max_scale", max_scale))
+    if low > high:
+        raise ValueError(
+            "`min_scale` and `max_scale` must have a power of two between them, got "
+            f"{min_scale} and {max_scale}. (Did you swap them?)"
+        )
     largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
-    largest = min(largest, _MAX)
-    largest_usable = largest * 2.0**-margin_bits
+    usable = min(largest, _MAX) * 2.0**-margin_bits
     quiet_steps = min(recent_steps, _QUIET_STEPS)
     fading_per_step = 2.0 ** (-_BITS_FADED / history)
 
@@ -141,86 +133,62 @@ def headroom_loss_scale(
         return HeadroomRuleState(recent, peaks)
 
     def change(
-        state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
+        state: LossScaleState, finite: jax.Array, grads_max: ArrayLike | None
     ) -> tuple[jax.Array, HeadroomRuleState]:
-        del finite  # A step may be skipped for reasons other than an overflow.
-        grads_max = jnp.asarray(grads_max)
-        overflowed = ~jnp.isfinite(grads_max)
-        exponent_bounds = exponents_within(bounds(state.step_count))
-        low, high = map(power_of_two, exponent_bounds)
-        memory = usable_memory(state, low)
-        is_repeated = overflowed & (memory.peaks[-1] > 0)
-        assumed = assumed_magnitude(memory, is_repeated, state.loss_scale, low, high)
-
+        if grads_max is None:
+            raise ValueError(
+                "`grads_max` must be given to `adjust` of this rule, got None. (Pass "
+                "`max_magnitude(unscaled_grads)`.)"
+            )
+        grads_max = jnp.asarray(grads_max, jnp.float32)
+        s, (recent, peaks) = state.loss_scale, state.rule_state
+        overflowed = ~finite | ~jnp.isfinite(grads_max)
+        is_repeated = overflowed & (peaks[-1] > 0)
         # The low scale of a search may have flushed the gradients to zero.
-        is_zero_after_search = jnp.all(memory.peaks[-2:] > 0)
-        is_zero_after_search &= grads_max < _TINY
-        is_unknown = overflowed | is_zero_after_search
-        recent = _append(memory.recent, grads_max)
-        recent = jnp.where(is_unknown, memory.recent, recent)
-        # After so many zeros the scale is probably too low.
-        is_quiet = jnp.max(recent[-quiet_steps:]) < _TINY
-        # At first `recent` is zero. A damaged count may be negative.
-        applied = state.step_count - state.total_notfinite
-        is_full = (applied >= quiet_steps - 1) | (applied < 0)
-        is_quiet &= ~is_unknown & is_full
+        was_search = jnp.all(peaks[-2:] > 0)
+        is_known = ~overflowed & ~((grads_max < _TINY) & was_search)
+
+        # After an overflow the gradients are assumed to be one bit above what is
+        # known, but only once in a row. A bound that holds the scale is known.
+        assumed = jnp.where(jnp.max(recent) >= _TINY, jnp.max(recent), usable / s)
+        assumed = jnp.where(jnp.max(peaks) >= _TINY, jnp.max(peaks), assumed)
+        assumed = jnp.maximum(assumed, usable / high) * jnp.where(is_repeated, 1.0, 2.0)
+        assumed = jnp.clip(assumed, _TINY, min(usable / low, _MAX))
+
+        # After many zeros the scale is probably too low, and `recent` is forgotten. (At
+        # first it is zero.)
+        recent = jnp.where(is_known, _append(recent, grads_max), recent)
+        is_full = state.step_count - state.total_notfinite >= quiet_steps - 1
+        is_quiet = is_known & is_full & (jnp.max(recent[-quiet_steps:]) < _TINY)
         recent = jnp.where(is_quiet, 0.0, recent)
         fading = jnp.where(is_quiet, 2.0**-_BITS_PER_QUIET_STEP, fading_per_step)
-        peaks = _append(memory.peaks * fading, jnp.where(overflowed, assumed, 0.0))
-        peak = jnp.where(overflowed, assumed, jnp.max(memory.peaks) * fading)
+        peak = jnp.where(overflowed, assumed, jnp.max(peaks) * fading)
+        peaks = _append(peaks * fading, jnp.where(overflowed, assumed, 0.0))
 
+        # The scale leaves headroom above the largest magnitude. If there is none, it
+        # rises from where it is; in a row of overflows it falls from there.
         top = jnp.maximum(jnp.max(recent), peak)
-        old_exponent = split(state.loss_scale).exponent
-        raised = old_exponent + _BITS_PER_QUIET_STEP * is_quiet.astype(jnp.int32)
-        lowered = old_exponent - _BITS_PER_REPEAT * is_repeated.astype(jnp.int32)
-        exponent = exponent_of_quotient(split_number(largest_usable), split(top))
-        exponent = jnp.where(top >= _TINY, exponent, raised)
-        exponent = jnp.where(overflowed, jnp.minimum(exponent, lowered), exponent)
-        s = power_of_two(jnp.clip(exponent, *exponent_bounds))
-        return s, HeadroomRuleState(recent, peaks)
-
-    def assumed_magnitude(
-        memory: HeadroomRuleState,
-        is_repeated: jax.Array,
-        s: jax.Array,
-        low: jax.Array,
-        high: jax.Array,
-    ) -> jax.Array:
-        """The peak after an overflow: one bit more, but only once in a row."""
-        base = _first_nonzero(jnp.max(memory.recent), largest_usable / s)
-        base = _first_nonzero(jnp.max(memory.peaks), base)
-        # Where a bound holds the scale, the peak starts and ends at that bound.
-        base = jnp.maximum(base, largest_usable / high)
-        assumed = base * jnp.where(is_repeated, 1.0, 2.0)
-        assumed = jnp.minimum(assumed, largest_usable / low)
-        return jnp.clip(assumed, _TINY, _MAX)
-
-    def usable_memory(state: LossScaleState, low: jax.Array) -> HeadroomRuleState:
-        """The memory without numbers that cannot be right."""
-        recent, peaks = (as_array(each, jnp.float32) for each in state.rule_state)
-        if jnp.shape(recent) != (recent_steps,) or jnp.shape(peaks) != (history,):
-            raise ValueError(
-                f"`state` must come from a rule with `recent` {recent_steps} and "
-                f"`history` {history}, got arrays of shapes {jnp.shape(recent)} and "
-                f"{jnp.shape(peaks)}. (Give the rule the settings that the state was "
-                "saved with, or start it anew: `adopt_inner_state`.)"
-            )
-
-        def usable(memory: jax.Array, limit: jax.Array) -> jax.Array:
-            is_right = (memory >= 0) & (memory <= jnp.minimum(limit, _MAX))
-            return jnp.where(is_right, memory, 0.0)
-
-        s = state.loss_scale
-        # At the floor even a magnitude that overflows is right.
-        limit = jnp.where(s > low, largest / low, _MAX)
-        return HeadroomRuleState(usable(recent, limit), usable(peaks, largest / s))
+        s = jnp.ldexp(jnp.float32(1), jnp.frexp(s)[1] - 1)  # It may have been set.
+        raised = s * jnp.where(is_quiet, 2.0**_BITS_PER_QUIET_STEP, 1.0)
+        lowered = s * jnp.where(is_repeated, 2.0**-_BITS_PER_REPEAT, 1.0)
+        s = jnp.where(top >= _TINY, _power_of_quotient(usable, top), raised)
+        s = jnp.where(overflowed, jnp.minimum(s, lowered), s)
+        return jnp.clip(s, low, high), HeadroomRuleState(recent, peaks)
 
     return make_rule(first_scale, first, change, needs_grads_max=True)
 
 
-def _first_nonzero(first: jax.Array, second: jax.Array) -> jax.Array:
-    """The first unless it is zero or subnormal, which some platforms flush to zero."""
-    return jnp.where(first >= _TINY, first, second)
+def _power_below(number: float) -> float:
+    """The largest power of two that does not exceed a positive number."""
+    return math.ldexp(1.0, math.frexp(number)[1] - 1)
+
+
+def _power_of_quotient(dividend: float, divisor: jax.Array) -> jax.Array:
+    """`2**floor(log2(dividend / divisor))`, without rounding the quotient."""
+    top, top_exponent = math.frexp(dividend)
+    mantissa, exponent = jnp.frexp(divisor)
+    exponent = top_exponent - exponent - (top < mantissa).astype(jnp.int32)
+    return jnp.ldexp(jnp.float32(1), exponent)
 
 
 def _append(history: jax.Array, entry: jax.Array) -> jax.Array:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lossscale._ground.tree import (
-    check_arrays,
-    flags_of,
-    map_floating,
-    where_true,
-    widen,
-)
+from optax_lossscale._ground.tree import flags_of, map_floating, real_parts, widen
 from optax_lossscale._ground.types import Mask, PyTree
-from optax_lossscale._scaling.mistakes import (
-    warn_if_constant,
-    warn_of_links_before,
-    warn_of_outer_wrappers,
-)
+from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_order
 from optax_lossscale._scaling.state import get_loss_scale
 
 
@@ -46,13 +36,12 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
       The same tree with floating leaves in float32 or wider.
 
     Raises:
-      ValueError: If `state` holds no `LossScaleState`, or several, or its scale has an
-        entry for each device.
-      TypeError: If `tree` is a function.
+      ValueError: If `state` holds no `LossScaleState`, or several.
+      TypeError: If `tree` is a function, or holds arrays of other libraries.
 
     Warns:
-      UserWarning: If `optax.MultiSteps` or `optax.apply_if_finite` is outside
-        `loss_scaled`, where both break it.
+      UserWarning: If something is around or before `loss_scaled` that must be inside,
+        or if the state is a constant of the jitted function.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -66,31 +55,17 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
     """
     if callable(tree) and jax.tree_util.all_leaves([tree]):
         raise TypeError(
-            f"`tree` must hold arrays, got the function {tree!r}. (Did you mean "
+            "`tree` must hold arrays, got a function. (Did you mean "
             "`scaled_value_and_grad(loss_fn, state)`?)"
         )
-    warn_of_outer_wrappers(state)
-    warn_of_links_before(state)
+    warn_of_order(state)
     warn_if_constant(state)
     return multiply(tree, state)
 
 
 def multiply(tree: PyTree, state: PyTree) -> PyTree:
     """`scale`, without the checks for what users may have mistaken."""
-    loss_scale = one_loss_scale(state)
-    check_arrays(jax.tree.leaves(tree))
-    return map_floating(scale_leaves, tree, loss_scale)
-
-
-def one_loss_scale(state: PyTree) -> jax.Array:
-    """The loss scale of a state that is not that of several members."""
-    loss_scale = get_loss_scale(state)
-    if loss_scale.ndim:
-        raise ValueError(
-            f"the loss scale must be a scalar, got shape {loss_scale.shape}, one for "
-            "each device or ensemble member. (Call this inside `pmap` or `vmap`.)"
-        )
-    return loss_scale
+    return map_floating(scale_leaves, tree, get_loss_scale(state))
 
 
 def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
@@ -104,8 +79,7 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     where `widen` casts dtypes narrower than float32 to float32. The cast comes first,
     because float16 would flush the small quotients to zero. The reciprocal is exact if
     the scale is a power of two; with any other scale the result may be rounded once
-    more than a division would be. On a GPU, gradients that the same program cast to
-    float16 may be read as they were before. (`loss_scaled` checks the rounded ones.)
+    more than a division would be.
 
     Args:
       tree: Gradients of a scaled loss. Floating leaves may have any shape; all other
@@ -131,51 +105,34 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    return divide_out(tree, get_loss_scale(state), flags_of(mask, tree))
+    return unscale_marked(tree, get_loss_scale(state), flags_of(mask, tree))
 
 
-def divide_out(tree: PyTree, loss_scale: jax.Array, is_scaled: PyTree) -> PyTree:
-    """`unscale` of the parts that are scaled, without the check."""
-    check_arrays(jax.tree.leaves(where_true(is_scaled, tree)))
+def unscale_marked(tree: PyTree, loss_scale: jax.Array, scaled_mask: PyTree) -> PyTree:
+    """`unscale` of the parts that a pytree of bools marks."""
 
-    def divide(flag: bool, part: PyTree) -> PyTree:
-        return map_floating(unscale_leaves, part, loss_scale) if flag else part
+    def unscale_part(is_scaled: bool, part: PyTree) -> PyTree:
+        return map_floating(unscale_leaves, part, loss_scale) if is_scaled else part
 
-    return jax.tree.map(divide, is_scaled, tree)
+    return jax.tree.map(unscale_part, scaled_mask, tree)
 
 
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def scale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
-    return _combine(lax.mul, leaves, loss_scale.astype)
+    """Scales a list of floating leaves."""
+    return [_product(widen(leaf), loss_scale.astype) for leaf in leaves]
 
 
 @jax.jit
 def unscale_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
     """Unscales a list of floating leaves."""
     # One division for each dtype; XLA on CPU is much slower with one for each leaf.
-    return _combine(lax.mul, leaves, cache(lambda dtype: 1 / loss_scale.astype(dtype)))
+    reciprocal_in = cache(lambda dtype: 1 / loss_scale.astype(dtype))
+    return [_product(widen(leaf), reciprocal_in) for leaf in leaves]
 
 
-@jax.jit
-def divide_leaves(leaves: list[ArrayLike], loss_scale: jax.Array) -> list[jax.Array]:
-    """Unscales as other systems do, which differs in the last bit for some scales."""
-    return _combine(lax.div, leaves, loss_scale.astype)
-
-
-def _combine(
-    operation: Callable[..., jax.Array],
-    leaves: list[ArrayLike],
-    factor_in: Callable[[jnp.dtype], jax.Array],
-) -> list[jax.Array]:
-    """Widens each leaf, and multiplies or divides it by the factor for its dtype."""
-
-    def combine(leaf: ArrayLike) -> jax.Array:
-        array = widen(leaf)
-        factor = factor_in(jnp.finfo(array.dtype).dtype)
-        if jnp.issubdtype(array.dtype, jnp.complexfloating):
-            # A complex product would turn an infinity in one part into NaN in both.
-            parts = lax.real(array), lax.imag(array)
-            return lax.complex(*(operation(part, factor) for part in parts))
-        return operation(array, factor)
-
-    return [combine(leaf) for leaf in leaves]
+def _product(array: jax.Array, factor_in: Callable[[Any], jax.Array]) -> jax.Array:
+    """An array times a factor, which is computed in the dtype of its real parts."""
+    # A complex product would turn an infinity in one part into NaN in both.
+    parts = [lax.mul(part, factor_in(part.dtype)) for part in real_parts(array)]
+    return lax.complex(*parts) if len(parts) == 2 else parts[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._ground.checks import LARGEST_SCALE, SMALLEST_SCALE, check_scales
-from optax_lossscale._ground.states import LossScaleState, Unscaled
-from optax_lossscale._ground.tree import find_one, is_floating, strengthen, unwrap
+from optax_lossscale._ground.checks import LARGEST_SCALE, SMALLEST_SCALE, check_scale
+from optax_lossscale._ground.states import LossScaleState, NoLossScaleRuleState
+from optax_lossscale._ground.tree import find_one, unwrap
 from optax_lossscale._ground.types import KeyPath, PyTree
 
 
@@ -50,8 +48,7 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
       >>> ols.get_loss_scale(critic)
       Array(8., dtype=float32)
     """
-    state: LossScaleState = unwrap(_find(tree, path)[1])
-    return state
+    return unwrap(_find(tree, path)[1])
 
 
 def _find(tree: PyTree, path: str | None) -> tuple[KeyPath, LossScaleState]:
@@ -68,10 +65,9 @@ def _find(tree: PyTree, path: str | None) -> tuple[KeyPath, LossScaleState]:
         hint = (
             "Pass the state that its `init` returns."
             if hasattr(tree, "init")  # An optimizer or a rule.
-            else "Wrap the optimizer, `loss_scaled(optimizer)`, or make a state with a "
-            "rule's `init()`. `nnx.split`, `nnx.state` and a checkpoint restored "
-            "without a target flatten NamedTuples away: pass the `nnx.Optimizer`, its "
-            "`opt_state`, or restore into a target."
+            else "Wrap the optimizer: `loss_scaled(optimizer)`. If this is a "
+            "checkpoint that was restored without a target, restore into a target. If "
+            "it comes from `nnx.split` or `nnx.state`, pass the `nnx.Optimizer`."
         )
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a tree of type "
@@ -80,36 +76,13 @@ def _find(tree: PyTree, path: str | None) -> tuple[KeyPath, LossScaleState]:
     return found
 
 
-def with_arrays(state: LossScaleState) -> LossScaleState:
-    """The state with arrays, where a checkpoint may have restored numbers.
-
-    `rule_state` is unchanged, since only the rule knows its dtypes.
-    """
-    return LossScaleState(
-        loss_scale=as_array(state.loss_scale, jnp.float32),
-        last_finite=as_array(state.last_finite, jnp.bool_),
-        notfinite_count=as_array(state.notfinite_count, jnp.int32),
-        total_notfinite=as_array(state.total_notfinite, jnp.int32),
-        step_count=as_array(state.step_count, jnp.int32),
-        rule_state=state.rule_state,
-    )
-
-
-def as_array(restored: PyTree, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A strongly typed array of the array, number or list that was restored."""
-    is_array = isinstance(restored, jax.Array) and restored.dtype == dtype
-    array = restored if is_array else jnp.asarray(restored).astype(dtype)
-    strong: jax.Array = strengthen(array)
-    return strong
-
-
 def get_loss_scale(tree: PyTree) -> jax.Array:
     """Returns the current loss scale, `f32[]`.
 
         get_loss_scale(tree) = find_loss_scale_state(tree).loss_scale
 
-    For `no_loss_scale()` the result is always 1, whatever its state holds, because
-    nothing would unscale the gradients.
+    For `no_loss_scale()` the result is the constant 1, so that a compiled program
+    multiplies by nothing.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -127,16 +100,9 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
       >>> ols.get_loss_scale(opt_state)
       Array(32768., dtype=float32)
     """
-    state = with_arrays(find_loss_scale_state(tree))
-    is_unscaled = isinstance(state.rule_state, Unscaled)
-    return _ones_like(state.loss_scale) if is_unscaled else state.loss_scale
-
-
-# Jitted, because outside `jit` the one would be sent to the device, which
-# `jax_transfer_guard="disallow"` refuses.
-@functools.partial(jax.jit, inline=True)
-def _ones_like(array: jax.Array) -> jax.Array:
-    return jnp.ones_like(array)
+    state = find_loss_scale_state(tree)
+    is_unscaled = isinstance(state.rule_state, NoLossScaleRuleState)
+    return jnp.ones_like(state.loss_scale) if is_unscaled else state.loss_scale
 
 
 def set_loss_scale(
@@ -147,10 +113,9 @@ def set_loss_scale(
         get_loss_scale(set_loss_scale(tree, value)) = value
 
     The rule continues from the new scale with its present counters. The scale may be
-    outside the bounds of `dynamic_loss_scale`: below the floor and the initial scale an
-    overflow keeps it, and from above the cap the next growth takes it down to the cap.
-    The rules in `presets` do as their systems do, most of which raise it to the floor,
-    and `headroom_loss_scale` computes each scale anew, within its bounds.
+    outside the bounds of `dynamic_loss_scale`: the next growth takes it down to the
+    cap, and the next backoff raises it to the floor. `headroom_loss_scale` computes
+    each scale anew, within its bounds.
 
     The tree is not changed in place, so use the result; for an `nnx.Optimizer`,
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
@@ -162,7 +127,7 @@ def set_loss_scale(
       path: As in `find_loss_scale_state`.
 
     Returns:
-      A tree of the same type. The scale keeps its dtype, weak type and sharding.
+      A tree of the same type. The scale keeps its sharding.
 
     Raises:
       ValueError: If `value` is concrete and outside its range, if `tree` holds no
@@ -176,32 +141,25 @@ def set_loss_scale(
       Array(256., dtype=float32)
     """
     place, state = _find(tree, path)
-    if isinstance(state.rule_state, Unscaled):
+    if isinstance(state.rule_state, NoLossScaleRuleState):
         raise ValueError(
             f"`value` must not be set on a state of `no_loss_scale()`, got {value}. "
             "(Its gradients are never unscaled; use `static_loss_scale(1.0)`.)"
         )
     if not isinstance(value, jax.core.Tracer):
-        value = check_scales("value", value)
+        value = check_scale("value", value)
     value = jnp.asarray(value, jnp.float32)
-    in_range = is_usable(value)
-
-    def replaced(old: jax.typing.ArrayLike) -> jax.Array:
-        # JSON may have restored a whole number.
-        dtype = None if is_floating(old) else jnp.float32
-        return jnp.full_like(old, jnp.where(in_range, value, old), dtype)
+    in_range = (value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)
 
     def replace_scale(keys: KeyPath, node: PyTree) -> PyTree:
         if keys != place:
             return node
-        loss_scale = jax.tree.map(replaced, node.loss_scale)
+        loss_scale = jax.tree.map(
+            lambda old: jnp.full_like(old, jnp.where(in_range, value, old)),
+            node.loss_scale,
+        )
         return node._replace(loss_scale=loss_scale)
 
     return jax.tree_util.tree_map_with_path(
         replace_scale, tree, is_leaf=lambda node: isinstance(node, LossScaleState)
     )
-
-
-def is_usable(loss_scale: jax.Array) -> jax.Array:
-    """Whether the scale is in range, `bool[]`; False for NaN."""
-    return (loss_scale >= SMALLEST_SCALE) & (loss_scale <= LARGEST_SCALE)

@@ -9,16 +9,8 @@ import numpy as np
 import optax
 
 from optax_lossscale._ground.checks import SMALLEST_SCALE, check_flag, check_number
-from optax_lossscale._ground.states import MASTER_WEIGHTS_STATES
-from optax_lossscale._ground.tree import (
-    copy_wide,
-    find_by_type,
-    flags_of,
-    is_absent,
-    is_floating,
-    wide_dtype,
-    widen,
-)
+from optax_lossscale._ground.states import MasterWeightsState
+from optax_lossscale._ground.tree import find_by_type, flags_of
 from optax_lossscale._ground.types import Mask, PyTree, public
 
 # Its `update` takes extra arguments.
@@ -44,7 +36,7 @@ class AverageAfterState(NamedTuple):
 
     Attributes:
       update_count: `i32[]`. The number of updates so far.
-      average: Moving average of the parameters; floating leaves in float32 or wider.
+      average: Moving average of the parameters, in float32 or wider.
       inner_state: State of the inner optimizer.
     """
 
@@ -73,6 +65,17 @@ def make_clip(
     return None
 
 
+def _clip_each(max_norm: float) -> optax.GradientTransformation:
+    """Clips each gradient array by its own L2 norm."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def clip_one(grad: jax.Array) -> jax.Array:
+        clipped, _ = clip.update(grad, clip.init(grad))
+        return clipped
+
+    return optax.stateless(lambda grads, _: jax.tree.map(clip_one, grads))
+
+
 def decay_first(
     inner: Optimizer,
     weight_decay: float,
@@ -87,9 +90,18 @@ def decay_first(
     them for each update, and is evaluated at the last.
     """
 
+    def decay_of(params: optax.Params, rate: jax.typing.ArrayLike) -> optax.Updates:
+        def decay_part(is_decayed: bool, part: PyTree) -> PyTree:
+            if not check_flag("weight_decay_mask", is_decayed):
+                return jax.tree.map(jnp.zeros_like, part)
+            return jax.tree.map(lambda p: -p * jnp.asarray(rate, p.dtype), part)
+
+        return jax.tree.map(decay_part, flags_of(mask, params), params)
+
     def init(params: optax.Params) -> DecayFirstState:
-        _decayed_params(mask, params)  # Raises if the mask does not fit them.
-        inner_state = _without_masters("weight_decay", inner.init(params))
+        jax.eval_shape(lambda params: decay_of(params, 0.0), params)  # Does it fit?
+        inner_state = inner.init(params)
+        _refuse_masters("weight_decay", inner_state)
         return DecayFirstState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
@@ -98,23 +110,15 @@ def decay_first(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, DecayFirstState]:
-        params = _required_params("weight_decay", params)
-        step = _last_step(state.update_count, window)
-        rate = jnp.asarray(weight_decay * learning_rate(step))
-
-        def decay_leaf(grad: PyTree, param: PyTree) -> PyTree:
-            # Keras does not decay parameters that have no gradient.
-            if is_absent(grad) or not is_floating(param):
-                return None
-            return -param * rate.astype(param.dtype)
-
-        decayed = _decayed_params(mask, params)
-        decay = jax.tree.map(decay_leaf, updates, decayed, is_leaf=is_absent)
+        _require_params("weight_decay", params)
+        rate = weight_decay * learning_rate(_last_step(state.update_count, window))
+        decay = decay_of(params, rate)
+        decayed = optax.apply_updates(params, decay)
         updates, inner_state = inner.update(
-            updates, state.inner_state, _add(params, decay), **extra_args
+            updates, state.inner_state, decayed, **extra_args
         )
         count = optax.safe_increment(state.update_count)
-        return _add(updates, decay), DecayFirstState(count, inner_state)
+        return optax.tree.add(updates, decay), DecayFirstState(count, inner_state)
 
     return Optimizer(init, update)
 
@@ -129,8 +133,10 @@ def average_after(
     """
 
     def init(params: optax.Params) -> AverageAfterState:
-        average = jax.tree.map(copy_wide, params)
-        inner_state = _without_masters("use_ema", inner.init(params))
+        # Copies, so that parameters and state can both be donated.
+        average = jax.tree.map(jnp.array, params)
+        inner_state = inner.init(params)
+        _refuse_masters("use_ema", inner_state)
         return AverageAfterState(jnp.zeros((), jnp.int32), average, inner_state)
 
     def update(
@@ -139,39 +145,49 @@ def average_after(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AverageAfterState]:
-        params = _required_params("use_ema", params)
+        _require_params("use_ema", params)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-
-        def average_leaf(average: PyTree, param: PyTree) -> PyTree:
-            if is_absent(average):
-                return average
-            if not is_floating(param):
-                return param
-            moved = optax.incremental_update(param, average, 1.0 - momentum)
-            # The average of a parameter that never changes must not, even in rounding.
-            is_param = (state.update_count == 0) | (param == average)
-            return jnp.where(is_param, param, moved)
-
-        average = jax.tree.map(
-            average_leaf, state.average, _add(params, updates), is_leaf=is_absent
-        )
+        is_first = state.update_count == 0
         count = optax.safe_increment(state.update_count)
+
+        def average_one(average: jax.Array, param: jax.Array) -> jax.Array:
+            moved = optax.incremental_update(param, average, 1 - momentum)
+            # The average of a frozen parameter keeps every bit of it.
+            return jnp.where(is_first | (param == average), param, moved)
+
+        new_params = optax.apply_updates(params, updates)
+        average = jax.tree.map(average_one, state.average, new_params)
         if overwrite_frequency is not None:
-            overwrite = count % overwrite_frequency == 0
-
-            def overwrite_leaf(
-                update: PyTree, param: PyTree, average: PyTree
-            ) -> PyTree:
-                if is_absent(update) or not is_floating(param):
-                    return update
-                return jnp.where(overwrite, average - param, update)
-
-            updates = jax.tree.map(
-                overwrite_leaf, updates, params, average, is_leaf=is_absent
-            )
+            overwrites = count % overwrite_frequency == 0
+            to_average = optax.tree.sub(average, params)
+            updates = optax.tree.where(overwrites, to_average, updates)
         return updates, AverageAfterState(count, average, inner_state)
+
+    return Optimizer(init, update)
+
+
+def accumulate_before(inner: Optimizer, window: int) -> Optimizer:
+    """Updates once in `window` steps, with the mean of their gradients."""
+
+    def multi_steps(tree: PyTree) -> optax.MultiSteps:
+        # `MultiSteps` accumulates in float32 by default, which would round float64
+        # gradients and drop the imaginary parts of complex ones.
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
+        dtype = np.result_type(np.float32, *dtypes)
+        return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
+
+    def init(params: optax.Params) -> optax.MultiStepsState:
+        return multi_steps(params).init(params)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.MultiStepsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        return multi_steps(updates).update(updates, state, params, **extra_args)
 
     return Optimizer(init, update)
 
@@ -197,64 +213,6 @@ def count_all_steps(inner: Optimizer, window: int) -> Optimizer:
     return Optimizer(inner.init, update)
 
 
-def accumulate_before(inner: Optimizer, window: int) -> Optimizer:
-    """Updates once in `window` steps, with the mean of their gradients."""
-
-    def multi_steps(tree: PyTree) -> optax.MultiSteps:
-        # `MultiSteps` accumulates in float32 by default, which would round float64
-        # gradients and drop the imaginary parts of complex ones.
-        dtypes = [wide_dtype(x.dtype) for x in jax.tree.leaves(tree) if is_floating(x)]
-        dtype = np.result_type(np.float32, *dtypes)
-        return optax.MultiSteps(inner, window, accumulator_dtype=dtype)
-
-    def init(params: optax.Params) -> optax.MultiStepsState:
-        return multi_steps(params).init(params)
-
-    def update(
-        updates: optax.Updates,
-        state: optax.MultiStepsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.MultiStepsState]:
-        grads, means = updates, state.acc_grads
-        # `MultiSteps` needs the gradients and their means to have the same leaves, so
-        # the mean is left out where the gradient is absent, and put back afterwards.
-        state = state._replace(acc_grads=_where_absent(grads, grads, means))
-        updates, state = multi_steps(grads).update(grads, state, params, **extra_args)
-        means = _where_absent(grads, means, state.acc_grads)
-        return updates, state._replace(acc_grads=means)
-
-    return Optimizer(init, update)
-
-
-def _clip_each(max_norm: float) -> optax.GradientTransformation:
-    """Clips each gradient array by its own L2 norm."""
-    clip = optax.clip_by_global_norm(max_norm)
-
-    def clip_leaf(grad: PyTree) -> PyTree:
-        return clip.update(grad, clip.init(grad))[0] if is_floating(grad) else grad
-
-    return optax.stateless(lambda grads, _: jax.tree.map(clip_leaf, grads))
-
-
-def _where_absent(tree: PyTree, if_absent: PyTree, if_present: PyTree) -> PyTree:
-    """The leaves of one tree where those of `tree` are absent, and of another else."""
-    return jax.tree.map(
-        lambda leaf, x, y: x if is_absent(leaf) else y,
-        tree,
-        if_absent,
-        if_present,
-        is_leaf=is_absent,
-    )
-
-
-def _last_step(update_count: jax.Array, window: int) -> jax.Array:
-    """The last of the steps, counted from 0, that a further update takes."""
-    # Saturates like every count, instead of wrapping around.
-    most_updates = np.iinfo(np.int32).max // window - 1
-    return jnp.minimum(update_count, most_updates) * window + (window - 1)
-
-
 def _map_schedules(function: Callable[[jax.Array], jax.Array], state: PyTree) -> PyTree:
     """Applies a function to the counts of Optax's schedules."""
 
@@ -265,60 +223,29 @@ def _map_schedules(function: Callable[[jax.Array], jax.Array], state: PyTree) ->
         return is_count and type(node).__module__.split(".")[0] == "optax"
 
     def map_node(node: PyTree) -> PyTree:
-        if not is_schedule(node):
-            return node
-        return node._replace(count=function(node.count))
+        return node._replace(count=function(node.count)) if is_schedule(node) else node
 
     return jax.tree.map(map_node, state, is_leaf=is_schedule)
 
 
-def _decayed_params(mask: Mask, params: optax.Params) -> optax.Params:
-    """The parameters, with None in place of each one that is not decayed."""
-
-    def keep_part(is_decayed: PyTree, part: PyTree) -> PyTree:
-        if isinstance(is_decayed, jax.Array | np.ndarray) and is_decayed.dtype == bool:
-            is_decayed = bool(is_decayed)
-        keeps = check_flag("weight_decay_mask", is_decayed)
-        return part if keeps else jax.tree.map(lambda _: None, part)
-
-    resolved = flags_of(mask, params)
-    try:
-        return jax.tree.map(keep_part, resolved, params)
-    except ValueError as error:
-        raise ValueError(
-            "`weight_decay_mask` must be a prefix of the parameters, or a function "
-            "that makes one from them, such as the one in the documentation that goes "
-            f"by names, got: {error}"
-        ) from error
+def _last_step(update_count: jax.Array, window: int) -> jax.Array:
+    """The last of the steps, counted from 0, that a further update takes."""
+    # Saturates like every count, instead of wrapping around.
+    most_updates = np.iinfo(np.int32).max // window - 1
+    return jnp.minimum(update_count, most_updates) * window + (window - 1)
 
 
-def _without_masters(option: str, state: PyTree) -> PyTree:
+def _refuse_masters(option: str, state: PyTree) -> None:
     """Refuses masters inside, which would not see what is done to the parameters."""
-    if find_by_type(state, MASTER_WEIGHTS_STATES):
+    if find_by_type(state, MasterWeightsState):
         raise ValueError(
             f"`{option}` must be inside `master_weights`, got an inner optimizer with "
-            "masters. (Wrap the result instead: "
-            "`master_weights(loss_scale_optimizer(...))`.)"
+            "masters. (Write `master_weights(loss_scale_optimizer(...))`.)"
         )
-    return state
 
 
-def _required_params(option: str, params: optax.Params | None) -> optax.Params:
-    """Refuses None, and returns the parameters widened."""
+def _require_params(option: str, params: optax.Params | None) -> None:
     if params is None:
         raise ValueError(
             f"`params` must be given to `update`, got None. (`{option}` reads them.)"
         )
-    return jax.tree.map(widen, params)
-
-
-def _add(tree: PyTree, updates: PyTree) -> PyTree:
-    """Adds updates to a tree of parameters or of other updates.
-
-    Leaves that have no update, or are not floating, are returned unchanged.
-    """
-
-    def add(update: PyTree, leaf: PyTree) -> PyTree:
-        return leaf if is_absent(update) or not is_floating(leaf) else leaf + update
-
-    return jax.tree.map(add, updates, tree, is_leaf=is_absent)

@@ -8,7 +8,6 @@ Scripts and checkpoints stay as they are. `DynamicScale` lists what differs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -19,18 +18,15 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale._ground.axes import axes_varying, hint_at_axes, vary_over
-from optax_lossscale._ground.checks import SMALLEST_SCALE, python_number
+from optax_lossscale._ground.checks import SMALLEST_SCALE
 from optax_lossscale._ground.states import LossScaleState
-from optax_lossscale._ground.tree import is_floating, map_floating, wide_dtype, widen
+from optax_lossscale._ground.tree import is_floating, widen
 from optax_lossscale._ground.types import AxisName, PyTree
 from optax_lossscale._scaling.finite import all_finite
 from optax_lossscale._scaling.rules import DynamicRuleState, LossScale
-from optax_lossscale._scaling.scale import divide_leaves
-from optax_lossscale._scaling.scale import scale as scale_loss
+from optax_lossscale._scaling.scale import scale
 from optax_lossscale._scaling.state import find_loss_scale_state
-from optax_lossscale._scaling.verdict import repair_scale
 from optax_lossscale.presets import flax as flax_rule
-from optax_lossscale.presets._settings import state_at
 
 try:
     from flax import struct
@@ -40,9 +36,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["DynamicScale", "DynamicScaleResult"]
-
-_Axes = tuple[Hashable, ...]  # Names of axes.
-_LONGEST_INTERVAL = 2**31 - 2  # The count of `presets.flax` goes one further.
 
 
 class DynamicScaleResult(NamedTuple):
@@ -80,26 +73,25 @@ class DynamicScale(struct.PyTreeNode):
 
     * In `shard_map` with its default `check_vma=True`, `axis_name` averages gradients
       as it does in `pmap`, in float32. Flax returns their sum. (Name all axes over
-      which the batch is split, and do not call `pcast`.) All devices have one `finite`.
+      which the batch is split, and do not call `pcast`.)
     * The loss is what the function returned, in float32 or wider. In Flax it passes
       through the scale, so a float16 loss of 3 overflows in the first step.
     * Gradients in float64 and complex gradients keep their dtype. Flax casts them to
       float32.
     * The scale stays within `[2**-126, 2**126]`. Flax lets it fall to 0, and rise to
-      the largest float32. A scale outside, say from an old checkpoint, skips the step,
-      and the rule goes on from 65536 as after an overflow.
+      the largest float32.
     * If a restored `fin_steps` exceeds `growth_interval`, the scale still grows.
-    * A `growth_factor` or `backoff_factor` of 1 and a `growth_interval` of 0 are
-      refused. (To keep the scale, pass `growth_interval=jnp.inf`, and the same number
-      as `scale` and `minimum_scale`.)
+    * Settings are Python numbers in the ranges of `presets.flax`. So a `growth_factor`
+      of 1 is refused. (To keep the scale, pass `growth_interval=2**31 - 1`, and the
+      same number as `scale` and `minimum_scale`.)
 
     Attributes:
       growth_factor: As in `presets.flax`. Like all settings, it is not a leaf.
       backoff_factor: As in `presets.flax`.
-      growth_interval: As in `presets.flax`. From `2**31 - 2` on it means never.
+      growth_interval: As in `presets.flax`.
       fin_steps: `i32[]`, steps. Finite steps since the scale last changed.
       scale: `f32[]`, dimensionless. The scale for the next loss.
-      minimum_scale: Floor of the scale. None, and all below `2**-126`, mean `2**-126`.
+      minimum_scale: As in `presets.flax`, the floor of the scale.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -166,46 +158,44 @@ class DynamicScale(struct.PyTreeNode):
           TypeError: If a setting is of the wrong kind.
           NameError: If there is no axis of that name.
         """
-        rule, given = self.to_rule(), self.to_state()
-        state, was_usable = repair_scale(given, rule)
+        rule, state = self.to_rule(), self.to_state()
 
         @functools.wraps(fun)
-        def scaled_fun(*args: Any, **kwargs: Any) -> Any:
+        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, PyTree]:
             value = fun(*args, **kwargs)
             loss, aux = (value[0], value[1]) if has_aux else (value, None)
-            loss = _as_wide_float(loss)
-            return scale_loss(loss, given), (loss, aux)
+            loss = widen(jnp.asarray(loss))
+            return scale(loss, state), (loss, aux)
 
         scaled_value_and_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
 
         @functools.wraps(fun)
         def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
-            names, tracked = _axes(axis_name)
-            args = _vary_arguments(args, argnums, tracked)
-            (scaled, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
-            grads = map_floating(divide_leaves, grads, given.loss_scale)
-            grads = _mean_over_devices(grads, scaled, names, tracked)
-            finite = all_finite(grads, axis_name=axis_name) & was_usable
-            dynamic_scale = self._with(rule.adjust(state, finite))
+            if axis_name is not None:
+                with hint_at_axes(axis_name):
+                    args = _differ_on_devices(args, argnums, axis_name)
+            (scaled_loss, (loss, aux)), grads = scaled_value_and_grad(*args, **kwargs)
+            # Not by the reciprocal, so that all bits are those of Flax.
+            grads = jax.tree.map(lambda grad: widen(grad) / state.loss_scale, grads)
+            if axis_name is not None:
+                grads = _mean_over_devices(grads, scaled_loss, axis_name)
+            finite = all_finite(grads)
+            new = rule.adjust(state, finite)
+            dynamic_scale = self.replace(
+                fin_steps=new.rule_state.growth_count, scale=new.loss_scale
+            )
             value = (loss, aux) if has_aux else loss
             return DynamicScaleResult(dynamic_scale, finite, value, grads)
 
         return value_and_grad
 
     def to_rule(self) -> LossScale:
-        """Returns `presets.flax` with these settings, for `loss_scaled`.
-
-        It raises an error, as that does, for a setting outside its range.
-        """
-        interval = python_number("growth_interval", self.growth_interval)
-        floor = self.minimum_scale
-        if floor is not None:
-            floor = max(python_number("minimum_scale", floor), SMALLEST_SCALE)
+        """Returns `presets.flax` with these settings, for `loss_scaled`."""
         return flax_rule(
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
-            growth_interval=min(interval, _LONGEST_INTERVAL),  # type: ignore[arg-type]
-            minimum_scale=floor,
+            growth_interval=self.growth_interval,
+            minimum_scale=self.minimum_scale,
         )
 
     def to_state(self) -> LossScaleState:
@@ -216,10 +206,15 @@ class DynamicScale(struct.PyTreeNode):
 
         All later steps have the same scales. If these are powers of two, parameters are
         the same up to a few ulp, because XLA may fuse two programs differently. Counts
-        of skipped steps, which Flax does not keep, start at 0. If the fields have an
-        entry per device, so has every array of the state.
+        of skipped steps, which Flax does not keep, start at 0.
         """
-        return state_at(self.to_rule(), self.scale, self.fin_steps)
+        # Here and below `array` copies, so that both states can be donated.
+        first = self.to_rule().init()
+        count = jnp.array(self.fin_steps, jnp.int32)
+        return first._replace(
+            loss_scale=jnp.array(self.scale, jnp.float32),
+            rule_state=first.rule_state._replace(growth_count=count),
+        )
 
     @classmethod
     def from_state(cls, tree: PyTree, **settings: Any) -> DynamicScale:
@@ -242,79 +237,48 @@ class DynamicScale(struct.PyTreeNode):
         if not isinstance(state.rule_state, DynamicRuleState):
             raise ValueError(
                 "`tree` must hold the state of a rule that counts finite steps as "
-                f"`presets.flax` does, got {state.rule_state}."
+                f"`presets.flax` does, got one with {state.rule_state}."
             )
-        # Copies, so that both states can be donated.
         count = jnp.array(state.rule_state.growth_count)
         return cls(fin_steps=count, scale=jnp.array(state.loss_scale), **settings)
 
-    def _with(self, state: LossScaleState) -> DynamicScale:
-        """This object with another scale and count, in the dtypes that it has.
 
-        A loop under 64-bit numbers carries those that Flax's class would have, and a
-        scale that a checkpoint restored in half precision becomes float32, as there.
-        """
-        count, dtype = state.rule_state.growth_count, jnp.result_type(self.scale)
-        if not jnp.issubdtype(dtype, jnp.floating):  # As in `DynamicScale(scale=1024)`.
-            dtype = jnp.dtype(jnp.float32)
-        return dataclasses.replace(
-            self,
-            fin_steps=count.astype(jnp.result_type(self.fin_steps)),
-            scale=state.loss_scale.astype(wide_dtype(dtype)),
-        )
+def _names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-def _as_wide_float(loss: jax.typing.ArrayLike) -> jax.Array:
-    """The loss in float32 or wider. A constant 0 may be an integer."""
-    array = jnp.asarray(loss)
-    return widen(array) if is_floating(array) else array.astype(jnp.float32)
-
-
-def _axes(axis_name: AxisName | None) -> tuple[_Axes, _Axes]:
-    """All named axes, and those for which JAX tracks which arrays vary over them."""
-    if axis_name is None:
-        return (), ()
-    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    with hint_at_axes(axis_name):
-        tracked = (name for name in names if name in axes_varying(lax.axis_index(name)))
-        return names, tuple(tracked)
-
-
-def _vary_arguments(
-    args: tuple[PyTree, ...], argnums: int | Sequence[int], tracked: _Axes
+def _differ_on_devices(
+    args: tuple[PyTree, ...], argnums: int | Sequence[int], axis_name: AxisName
 ) -> tuple[PyTree, ...]:
     """Makes parameters vary over devices, so that each device has its own gradients.
 
-    JAX would sum the gradients of parameters that do not vary, in the dtype to which
-    the function casts them, and before they are divided by the scale.
+    In `shard_map` JAX would sum the gradients of parameters that do not vary, in the
+    dtype to which the function casts them, and before they are divided by the scale.
     """
-    if not tracked:
-        return args
+    names = _names(axis_name)
+    differentiated = {number % len(args) for number in np.ravel(argnums).tolist()}
 
     def vary(leaf: PyTree) -> PyTree:
-        return vary_over(leaf, tracked) if is_floating(leaf) else leaf
+        return vary_over(leaf, names) if is_floating(leaf) else leaf
 
-    numbers = np.ravel(argnums).tolist()
     return tuple(
-        jax.tree.map(vary, arg) if i in numbers or i - len(args) in numbers else arg
-        for i, arg in enumerate(args)
+        jax.tree.map(vary, arg) if number in differentiated else arg
+        for number, arg in enumerate(args)
     )
 
 
-def _mean_over_devices(
-    grads: PyTree, loss: jax.Array, names: _Axes, tracked: _Axes
-) -> PyTree:
+def _mean_over_devices(grads: PyTree, loss: jax.Array, axis_name: AxisName) -> PyTree:
     """Averages the gradients of the losses of all devices.
 
     Where JAX tracks what varies, a loss may be one for all devices, such as a mean. Its
     gradient is the sum of what each device adds to it.
     """
-    of_one_loss = tuple(n for n in tracked if n not in axes_varying(loss))
-    of_many = tuple(n for n in names if n not in of_one_loss)
 
     def mean(grad: jax.Array) -> jax.Array:
-        added = tuple(n for n in of_one_loss if n in axes_varying(grad))
-        grad = lax.psum(grad, added) if added else grad
-        return lax.pmean(grad, of_many) if of_many else grad
+        of_one_loss = axes_varying(grad) - axes_varying(loss)
+        summed = tuple(name for name in _names(axis_name) if name in of_one_loss)
+        averaged = tuple(name for name in _names(axis_name) if name not in of_one_loss)
+        grad = lax.psum(grad, summed) if summed else grad
+        return lax.pmean(grad, averaged) if averaged else grad
 
     return jax.tree.map(mean, grads)

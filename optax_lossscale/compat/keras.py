@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,7 +14,6 @@ from optax_lossscale._ground.checks import (
     check_scale,
 )
 from optax_lossscale._ground.tree import (
-    check_structure,
     find_by_type,
     find_one,
     is_absent,
@@ -27,7 +23,7 @@ from optax_lossscale._ground.tree import (
 from optax_lossscale._ground.types import AxisName, Mask, PyTree
 from optax_lossscale._scaling.rules import LossScale, static_loss_scale
 from optax_lossscale._scaling.state import find_loss_scale_state
-from optax_lossscale._scaling.transform import loss_scaled
+from optax_lossscale._scaling.wrapper import loss_scaled
 from optax_lossscale.compat._keras_parts import (
     AverageAfterState,
     accumulate_before,
@@ -120,8 +116,7 @@ def loss_scale_optimizer(
       keras 3.15.1, `keras/src/optimizers/loss_scale_optimizer.py`, `base_optimizer.py`.
     """
     optimizer = check_optimizer("inner_optimizer", inner_optimizer)
-    _check_not_swapped(initial_scale)
-    rule = _make_rule(dynamic, initial_scale, dynamic_growth_steps, loss_scale_factor)
+    rule = _make_rule(initial_scale, dynamic_growth_steps, dynamic, loss_scale_factor)
     clip = make_clip(clipnorm, clipvalue, global_clipnorm)
     window = _optional_count("gradient_accumulation_steps", gradient_accumulation_steps)
     frequency = _optional_count("ema_overwrite_frequency", ema_overwrite_frequency)
@@ -156,6 +151,48 @@ def loss_scale_optimizer(
     if window is not None:
         optimizer = accumulate_before(optimizer, window)
     return loss_scaled(optimizer, rule, axis_name=axis_name)
+
+
+def _make_rule(
+    initial_scale: float | None,
+    dynamic_growth_steps: int | None,
+    dynamic: bool,
+    loss_scale_factor: float | None,
+) -> LossScale:
+    if isinstance(initial_scale, LossScale):
+        raise TypeError(
+            f"`initial_scale` must be a number, got the rule {initial_scale!r}. (The "
+            "rule is Keras's. For another: `loss_scaled(inner_optimizer, rule)`.)"
+        )
+    if loss_scale_factor is not None:
+        if initial_scale is not None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "`initial_scale` and `dynamic_growth_steps` must be None with "
+                f"`loss_scale_factor`, got {initial_scale} and {dynamic_growth_steps}. "
+                "(`loss_scale_factor` alone fixes the scale.)"
+            )
+        scale = check_scale("loss_scale_factor", loss_scale_factor)
+        return static_loss_scale(scale, skip_nonfinite=False)
+    if not check_flag("dynamic", dynamic):
+        return tf_keras(False, initial_scale, dynamic_growth_steps)
+    return keras(
+        2.0**15 if initial_scale is None else initial_scale,
+        2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+    )
+
+
+def _make_schedule(
+    learning_rate: optax.ScalarOrSchedule | None,
+) -> optax.Schedule | None:
+    if learning_rate is None or callable(learning_rate):
+        return learning_rate
+    if isinstance(learning_rate, jax.core.Tracer):  # From `optax.inject_hyperparams`.
+        return lambda _: learning_rate
+    return optax.constant_schedule(check_number("learning_rate", learning_rate, 0.0))
+
+
+def _optional_count(name: str, value: int | None) -> int | None:
+    return None if value is None else check_count(name, value)
 
 
 def ema_params(opt_state: PyTree, *, path: str | None = None) -> PyTree:
@@ -225,7 +262,7 @@ def finalize_params(
     Raises:
       ValueError: If `opt_state` does not hold exactly one state of a loss-scaled
         optimizer, or one at `path`, or if `params` differ from their average in
-        structure or shape.
+        structure.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -247,80 +284,11 @@ def finalize_params(
         find_loss_scale_state(opt_state, path=path)  # Raises if there is not one.
         return params
 
-    def finalize_leaf(average: PyTree, param: PyTree) -> PyTree:
-        if is_absent(average):
-            return param
-        if jnp.shape(average) != jnp.shape(param):
-            raise ValueError(
-                "`params` must have the shapes of their average, got shape "
-                f"{jnp.shape(param)} for {jnp.shape(average)}."
-            )
-        return jnp.asarray(average).astype(jnp.asarray(param).dtype)
+    def finalize_leaf(param: PyTree, average: PyTree) -> PyTree:
+        return param if is_absent(average) else average.astype(jnp.result_type(param))
 
-    average = ema_params(opt_state, path=path)
-    message = "`params` must have the tree structure of their average"
-    plain = unwrap(params)  # `nnx.state` wraps each array.
-    check_structure(average, plain, message)
-    final = jax.tree.map(finalize_leaf, average, plain, is_leaf=is_absent)
+    # `nnx.state` wraps each array, which `nnx.update` expects.
+    final = jax.tree.map(
+        finalize_leaf, unwrap(params), ema_params(opt_state, path=path)
+    )
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(final))
-
-
-def _check_not_swapped(initial_scale: object) -> None:
-    """Says what to do about a rule, or tf.keras's `dynamic`, in the second place."""
-    if isinstance(initial_scale, LossScale | bool) or callable(initial_scale):
-        hint = "The rule is Keras's. For another: `loss_scaled(inner_optimizer, rule)`."
-        if isinstance(initial_scale, bool):
-            hint = f"Pass tf.keras's `dynamic` by name: `dynamic={initial_scale}`."
-        raise TypeError(
-            f"`initial_scale` must be a number, got {initial_scale!r}. ({hint})"
-        )
-
-
-def _make_rule(
-    dynamic: bool,
-    initial_scale: float | None,
-    dynamic_growth_steps: int | None,
-    loss_scale_factor: float | None,
-) -> LossScale:
-    given: dict[str, Any] = {
-        "initial_scale": initial_scale,
-        "dynamic_growth_steps": dynamic_growth_steps,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    is_dynamic = check_flag("dynamic", dynamic)
-    if loss_scale_factor is None:
-        return keras(**given) if is_dynamic else tf_keras(is_dynamic, **given)
-    for name, value in given.items():
-        raise ValueError(
-            f"`{name}` must be None with `loss_scale_factor`, got {value}. "
-            "(`loss_scale_factor` alone fixes the scale.)"
-        )
-    scale = check_scale("loss_scale_factor", loss_scale_factor)
-    return static_loss_scale(scale, skip_nonfinite=False)
-
-
-def _make_schedule(
-    learning_rate: optax.ScalarOrSchedule | None,
-) -> optax.Schedule | None:
-    if isinstance(learning_rate, jax.core.Tracer):  # From `optax.inject_hyperparams`.
-        return lambda _: learning_rate
-    if learning_rate is None:
-        return None
-    if not callable(learning_rate):
-        rate = check_number("learning_rate", learning_rate, 0.0)
-        return optax.constant_schedule(rate)
-    try:
-        inspect.signature(learning_rate).bind(0)
-    except TypeError as error:
-        raise TypeError(
-            "`learning_rate` must be a number or a function of the step, got "
-            f"{learning_rate!r}. (Unlike in Keras, it takes the step as its argument: "
-            "`lambda step: ...`.)"
-        ) from error
-    except ValueError:  # Some callables have no signature to inspect.
-        pass
-    return learning_rate
-
-
-def _optional_count(name: str, value: int | None) -> int | None:
-    return None if value is None else check_count(name, value)

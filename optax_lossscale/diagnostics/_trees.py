@@ -9,19 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._ground.bits import (
-    Split,
-    exponent_of_quotient,
-    largest_of,
-    power_of_two,
-    split,
-    split_number,
-)
 from optax_lossscale._ground.checks import (
     check_concrete,
     check_float_dtype,
     check_number,
-    check_positive,
 )
 from optax_lossscale._ground.tree import (
     check_arrays,
@@ -31,6 +22,14 @@ from optax_lossscale._ground.tree import (
     widen,
 )
 from optax_lossscale._ground.types import PyTree
+from optax_lossscale.diagnostics._bits import (
+    Split,
+    exponent_of_quotient,
+    largest_of,
+    power_of_two,
+    split,
+    split_number,
+)
 
 
 class ExponentHistogram(NamedTuple):
@@ -221,7 +220,7 @@ def underflow_fraction(
     # does every smaller number.
     smallest = jnp.finfo(check_float_dtype("dtype", dtype)).smallest_subnormal
     half_exponent = split_number(float(smallest)).exponent - 1
-    factor = split(check_positive("scale", scale))
+    factor = split(_check_positive("scale", scale))
     flushed = nonzero = jnp.zeros((), jnp.float32)
     for entry in _splits(tree):
         mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
@@ -270,7 +269,7 @@ def headroom_bits(
     """
     top = largest_of(_splits(tree))
     largest = split_number(float(jnp.finfo(check_float_dtype("dtype", dtype)).max))
-    factor = split(check_positive("scale", scale))
+    factor = split(_check_positive("scale", scale))
     exponent = largest.exponent - top.exponent - factor.exponent
     mantissa = largest.mantissa / (top.mantissa * factor.mantissa)
     bits = exponent.astype(jnp.float32) + jnp.log2(mantissa)
@@ -327,3 +326,15 @@ def _splits(tree: PyTree) -> Iterator[Split]:
     for leaf in leaves:
         if is_floating(leaf):
             yield from map(split, real_parts(jnp.asarray(leaf)))
+
+
+def _check_positive(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
+    """Returns one factor as an array; the value of a traced one is not checked."""
+    if jnp.shape(scale) != ():
+        raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(scale)}.")
+    factor = jnp.asarray(scale, jnp.float32)
+    if not isinstance(factor, jax.core.Tracer) and not 0 < float(factor) < jnp.inf:
+        raise ValueError(
+            f"`{name}` must be positive and finite in float32, got {scale}."
+        )
+    return factor

@@ -14,8 +14,6 @@ import numpy as np
 from optax_lossscale._ground.checks import (
     check_concrete,
     check_float_dtype,
-    check_mapping,
-    check_numbers,
 )
 from optax_lossscale._ground.tree import floating_leaves
 from optax_lossscale._ground.types import PyTree
@@ -30,6 +28,7 @@ from optax_lossscale.plotting._axes import (
     axes_or_new,
     shown,
 )
+from optax_lossscale.plotting._checks import check_mapping, check_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,6 @@ import numpy as np
 
 from optax_lossscale._ground.checks import (
     check_concrete,
-    check_mapping,
-    check_numbers,
     check_scale,
 )
 from optax_lossscale._ground.types import Metrics
@@ -24,6 +22,7 @@ from optax_lossscale.plotting._axes import (
     axes_or_new,
     shown,
 )
+from optax_lossscale.plotting._checks import check_mapping, check_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

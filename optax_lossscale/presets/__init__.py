@@ -25,8 +25,7 @@ The settings keep the names of their system, and each function says what is pecu
 
 The last column is the number of nonfinite steps that it takes to back off. Systems with
 a `growth_factor` also have a `backoff_factor`, by which backoff multiplies `s`. A floor
-applies from the first backoff on. Without one it is `2**-126`. Without a cap, a growth
-beyond `2**126` is refused: `s` stays, and `n = 0`.
+applies from the first backoff on. Without one it is `2**-126`, and a cap is `2**126`.
 
 Scales, floors and caps are from `2**-126` to `2**126`, dimensionless; a floor of None
 or 0 means `2**-126`. Factors are above 1, and a `backoff_factor` strictly between 0 and

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._ground.checks import check_count, check_scale
-from optax_lossscale._ground.states import LossScaleState, Unscaled
+from optax_lossscale._ground.states import LossScaleState, NoLossScaleRuleState
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._scaling.rules import DynamicRuleState, LossScale, with_settings
+from optax_lossscale._scaling.rules import DynamicRuleState, LossScale
 from optax_lossscale._scaling.state import find_loss_scale_state
-from optax_lossscale.presets._settings import state_at
 from optax_lossscale.presets._systems import torch
 
 _TRACKER = "_growth_tracker"
@@ -43,7 +43,7 @@ def from_torch_state_dict(
     Raises:
       ValueError: If a key is missing or unknown, or a value is outside its range, such
         as a scale that has collapsed to zero.
-      TypeError: If `state_dict` is not a mapping, or a value is of the wrong kind.
+      TypeError: If a value is of the wrong kind.
 
     Example:
       >>> import optax_lossscale as ols
@@ -60,8 +60,6 @@ def from_torch_state_dict(
     References:
       torch 2.13, `torch/amp/grad_scaler.py`.
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"`state_dict` must be a mapping, got {state_dict!r}.")
     given = set(state_dict)
     if not given:
         rule = torch(enabled=False)
@@ -71,15 +69,16 @@ def from_torch_state_dict(
             "`state_dict` must come from a GradScaler, got missing keys "
             f"{sorted(_KEYS - given)} and unknown keys {sorted(given - _KEYS)}."
         )
-    entries = {key: _as_number(key, value) for key, value in state_dict.items()}
+    entries = {key: np.asarray(value).item() for key, value in state_dict.items()}
     tracker = check_count(_TRACKER, entries.pop(_TRACKER), minimum=0)
     rule = torch(check_scale("scale", entries.pop("scale")), **entries)
 
     def init() -> LossScaleState:
-        return state_at(rule, rule.init().loss_scale, tracker)
+        first = rule.init()
+        count = jnp.asarray(tracker, jnp.int32)
+        return first._replace(rule_state=first.rule_state._replace(growth_count=count))
 
-    restored = rule._replace(init=init)
-    return with_settings(restored, "presets.torch", rule.settings), init()
+    return rule._replace(init=init), init()
 
 
 def to_torch_state_dict(
@@ -125,7 +124,7 @@ def to_torch_state_dict(
       torch 2.13, `torch/amp/grad_scaler.py`.
     """
     state = find_loss_scale_state(state)
-    if isinstance(state.rule_state, Unscaled):
+    if isinstance(state.rule_state, NoLossScaleRuleState):
         return {}
     if not isinstance(state.rule_state, DynamicRuleState):
         raise ValueError(
@@ -140,10 +139,3 @@ def to_torch_state_dict(
         "growth_interval": int(growth_interval),
         _TRACKER: int(state.rule_state.growth_count),
     }
-
-
-def _as_number(name: str, value: Any) -> Any:
-    """Unwraps the number in an array or a tensor; leaves other values unchanged."""
-    if np.asarray(value).size != 1:
-        raise TypeError(f"`{name}` must be one number, got {value!r}.")
-    return value.item() if hasattr(value, "item") else value

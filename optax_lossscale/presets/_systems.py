@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale._ground.checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
     check_count,
+    check_factor,
     check_flag,
     check_number,
     check_scale,
 )
 from optax_lossscale._ground.states import LossScaleState
-from optax_lossscale._ground.types import PyTree
+from optax_lossscale._ground.types import public
 from optax_lossscale._scaling.rules import (
-    Counting,
     LossScale,
     classic_rule,
-    fixed_bounds,
     make_rule,
     no_loss_scale,
-    shows_settings,
+    shows_call,
     static_loss_scale,
 )
-from optax_lossscale.presets._settings import (
-    DeepSpeedRuleState,
-    FairseqRuleState,
-    check_floor,
-    one_factor,
-    two_factors,
-)
 
 
-@shows_settings
+@public
+class FairseqRuleState(NamedTuple):
+    """The counts that fairseq's rule carries beside the scale, in steps.
+
+    Attributes:
+      growth_count: `i32[]`. Finite steps since the last growth or nonfinite step.
+      rescale_count: `i32[]`. All steps since the scale last changed.
+      overflow_count: `i32[]`. Nonfinite steps since the last backoff.
+    """
+
+    growth_count: jax.Array
+    rescale_count: jax.Array
+    overflow_count: jax.Array
+
+
+@shows_call
 def torch(
     init_scale: float = 65536.0,
     growth_factor: float = 2.0,
@@ -48,10 +60,9 @@ def torch(
 
     Example:
       >>> import optax_lossscale as ols
-      >>> ols.presets.torch(8.0).settings["growth_interval"]
-      2000
-      >>> ols.presets.torch(enabled=False) == ols.no_loss_scale()
-      True
+      >>> rule = ols.presets.torch(8.0, growth_interval=1)
+      >>> rule.adjust(rule.init(), grads_finite=True).loss_scale
+      Array(16., dtype=float32)
 
     References:
       torch 2.13, `torch/amp/grad_scaler.py`,
@@ -59,14 +70,10 @@ def torch(
     """
     if not check_flag("enabled", enabled):
         return no_loss_scale()
-    return classic_rule(
-        check_scale("init_scale", init_scale),
-        Counting(check_count("growth_interval", growth_interval)),
-        two_factors(growth_factor, backoff_factor),
-    )
+    return classic_rule(init_scale, growth_interval, growth_factor, backoff_factor)
 
 
-@shows_settings
+@shows_call
 def apex(
     init_scale: float = 2.0**16,
     scale_window: int = 2000,
@@ -90,17 +97,14 @@ def apex(
       apex before its pull request 1896, `apex/amp/scaler.py`.
     """
     cap = check_scale("max_loss_scale", max_loss_scale)
-    floor = check_floor("min_loss_scale", min_loss_scale)
-    if floor > cap:
-        raise ValueError(
-            f"`min_loss_scale` must be at most `max_loss_scale`, got {floor} and {cap}."
-        )
-    init_scale = min(check_scale("init_scale", init_scale), cap)
-    counting = Counting(check_count("scale_window", scale_window))
-    return classic_rule(init_scale, counting, bounds=fixed_bounds(floor, cap))
+    floor = _check_floor("min_loss_scale", min_loss_scale, cap)
+    scale = min(check_scale("init_scale", init_scale), cap)
+    return classic_rule(
+        scale, check_count("scale_window", scale_window), min_scale=floor, max_scale=cap
+    )
 
 
-@shows_settings
+@shows_call
 def megatron(
     initial_scale: float = 2.0**32,
     min_scale: float = 1.0,
@@ -126,20 +130,18 @@ def megatron(
     References:
       Megatron-LM core 0.16.1, `megatron/core/optimizer/grad_scaler.py`.
     """
-    counting = Counting(
-        check_count("growth_interval", growth_interval),
-        check_count("hysteresis", hysteresis),
-        refill_on_finite=False,
-    )
     return classic_rule(
         check_scale("initial_scale", initial_scale),
-        counting,
-        two_factors(growth_factor, backoff_factor),
-        fixed_bounds(check_floor("min_scale", min_scale)),
+        growth_interval,
+        growth_factor,
+        backoff_factor,
+        min_scale,
+        hysteresis=hysteresis,
+        refill_on_finite=False,
     )
 
 
-@shows_settings
+@shows_call
 def deepspeed(
     init_scale: float = 2.0**32,
     scale_window: int = 1000,
@@ -177,19 +179,17 @@ def deepspeed(
     References:
       DeepSpeed 0.19.8, `deepspeed/runtime/fp16/loss_scaler.py`.
     """
-    counting = Counting(
+    return classic_rule(
+        init_scale,
         check_count("scale_window", scale_window),
-        check_count("delayed_shift", delayed_shift),
-        check_flag("consecutive_hysteresis", consecutive_hysteresis),
+        min_scale=min_scale,
+        hysteresis=check_count("delayed_shift", delayed_shift),
+        refill_on_finite=check_flag("consecutive_hysteresis", consecutive_hysteresis),
         first_count=-1,
-        state_type=DeepSpeedRuleState,
     )
-    init_scale = check_scale("init_scale", init_scale)
-    bounds = fixed_bounds(check_floor("min_scale", min_scale))
-    return classic_rule(init_scale, counting, bounds=bounds)
 
 
-@shows_settings
+@shows_call
 def keras(
     initial_scale: float = 32768.0, dynamic_growth_steps: int = 2000
 ) -> LossScale:
@@ -209,11 +209,11 @@ def keras(
     """
     return classic_rule(
         check_scale("initial_scale", initial_scale),
-        Counting(check_count("dynamic_growth_steps", dynamic_growth_steps)),
+        check_count("dynamic_growth_steps", dynamic_growth_steps),
     )
 
 
-@shows_settings
+@shows_call
 def tf_keras(
     dynamic: bool = True,
     initial_scale: float | None = None,
@@ -239,32 +239,24 @@ def tf_keras(
     References:
       tf_keras 2.21, `tf_keras/mixed_precision/loss_scale_optimizer.py`.
     """
-    steps = dynamic_growth_steps
-    if check_flag("dynamic", dynamic):
-        if initial_scale is None or steps is None:
-            # The rule shows these numbers in its settings, as tf.keras does.
-            initial_scale = 2.0**15 if initial_scale is None else initial_scale
-            return tf_keras(True, initial_scale, 2000 if steps is None else steps)
-        return classic_rule(
-            check_scale("initial_scale", initial_scale),
-            Counting(check_count("dynamic_growth_steps", steps)),
-            bounds=fixed_bounds(1.0),
-        )
-    if initial_scale is None:
+    is_dynamic = check_flag("dynamic", dynamic)
+    if not is_dynamic and (initial_scale is None or dynamic_growth_steps is not None):
         raise ValueError(
-            "`initial_scale` must be given with `dynamic=False`, got None. (It is the "
-            "scale of the whole run.)"
+            "with `dynamic=False`, `initial_scale` must be given and "
+            f"`dynamic_growth_steps` must not, got {initial_scale} and "
+            f"{dynamic_growth_steps}."
         )
-    if steps is not None:
-        raise ValueError(
-            "`dynamic_growth_steps` must be None with `dynamic=False`, got "
-            f"{steps}. (A fixed scale does not grow.)"
-        )
-    scale = check_scale("initial_scale", initial_scale)
-    return static_loss_scale(scale, skip_nonfinite=False)
+    scale = 2.0**15 if initial_scale is None else initial_scale
+    scale = check_scale("initial_scale", scale)
+    if not is_dynamic:
+        return static_loss_scale(scale, skip_nonfinite=False)
+    steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+    return classic_rule(
+        scale, check_count("dynamic_growth_steps", steps), min_scale=1.0
+    )
 
 
-@shows_settings
+@shows_call
 def mindspore_fixed(
     loss_scale: float = 128.0, drop_overflow_update: bool = True
 ) -> LossScale:
@@ -284,13 +276,13 @@ def mindspore_fixed(
     References:
       MindSpore 2.10, `mindspore/python/mindspore/train/loss_scale_manager.py`.
     """
+    skips = check_flag("drop_overflow_update", drop_overflow_update)
     return static_loss_scale(
-        check_scale("loss_scale", loss_scale),
-        skip_nonfinite=check_flag("drop_overflow_update", drop_overflow_update),
+        check_scale("loss_scale", loss_scale), skip_nonfinite=skips
     )
 
 
-@shows_settings
+@shows_call
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000
 ) -> LossScale:
@@ -313,19 +305,19 @@ def mindspore_dynamic(
     """
     return classic_rule(
         check_scale("init_loss_scale", init_loss_scale),
-        Counting(check_count("scale_window", scale_window)),
-        one_factor("scale_factor", scale_factor),
-        bounds=fixed_bounds(1.0),
+        check_count("scale_window", scale_window),
+        check_factor("scale_factor", scale_factor, 1.0, np.inf),
+        min_scale=1.0,
     )
 
 
-@shows_settings
+@shows_call
 def flax(
     scale: float = 65536.0,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    minimum_scale: float | None = float(np.finfo(np.float32).tiny),
+    minimum_scale: float | None = SMALLEST_SCALE,
 ) -> LossScale:
     """The rule of Flax's `DynamicScale`; see `presets` for its settings.
 
@@ -349,15 +341,18 @@ def flax(
     References:
       flax 0.12.8, `flax/training/dynamic_scale.py`.
     """
+    # No count of 32 bits goes beyond the longest interval.
+    steps = min(check_count("growth_interval", growth_interval) + 1, 2**31 - 1)
     return classic_rule(
         check_scale("scale", scale),
-        Counting(1 + min(check_count("growth_interval", growth_interval), 2**31 - 2)),
-        two_factors(growth_factor, backoff_factor),
-        fixed_bounds(check_floor("minimum_scale", minimum_scale)),
+        steps,
+        growth_factor,
+        backoff_factor,
+        _check_floor("minimum_scale", minimum_scale),
     )
 
 
-@shows_settings
+@shows_call
 def jmp(
     loss_scale: float = 2.0**15,
     period: int = 2000,
@@ -383,13 +378,13 @@ def jmp(
     """
     return classic_rule(
         check_scale("loss_scale", loss_scale),
-        Counting(check_count("period", period)),
-        one_factor("factor", factor),
-        fixed_bounds(check_floor("min_loss_scale", min_loss_scale)),
+        check_count("period", period),
+        check_factor("factor", factor, 1.0, np.inf),
+        min_scale=_check_floor("min_loss_scale", min_loss_scale),
     )
 
 
-@shows_settings
+@shows_call
 def fairseq(
     init_scale: float = 2.0**15,
     scale_factor: float = 2.0,
@@ -431,31 +426,30 @@ def fairseq(
     References:
       fairseq 0.12.2, `fairseq/optim/dynamic_loss_scaler.py`.
     """
-    init_scale = check_scale("init_scale", init_scale)
-    factors = one_factor("scale_factor", scale_factor)
+    factor = check_factor("scale_factor", scale_factor, 1.0, np.inf)
     window = check_count("scale_window", scale_window)
+    floor = _check_floor("threshold", threshold)
+    lowest = check_number("min_loss_scale", min_loss_scale, 0.0)
     # Slightly lower, because a quotient may be rounded down: 3 overflows in 10 steps
     # must reach a tolerance of 0.3.
-    lowered_tolerance = check_number("tolerance", tolerance, 0.0, 1.0) * (1 - 2.0**-20)
-    floor = check_floor("threshold", threshold)
-    lowest = check_number("min_loss_scale", min_loss_scale, 0.0)
+    tolerated = check_number("tolerance", tolerance, 0.0, 1.0) * (1 - 2.0**-20)
 
-    def first() -> PyTree:
+    def first() -> FairseqRuleState:
         return FairseqRuleState(*(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def change(
-        state: LossScaleState, finite: jax.Array, grads_max: jax.Array | None
-    ) -> tuple[jax.Array, PyTree]:
+        state: LossScaleState, finite: jax.Array, grads_max: ArrayLike | None
+    ) -> tuple[jax.Array, FairseqRuleState]:
         del grads_max
-        n, r, o = state.rule_state
+        s, (n, r, o) = state.loss_scale, state.rule_state
         n, r = optax.safe_increment(n), optax.safe_increment(r)
         o = jnp.where(finite, o, optax.safe_increment(o))
-        overflow_rate = o.astype(jnp.float32) / r.astype(jnp.float32)
         grows = finite & (n >= window)
-        backs_off = ~finite & (overflow_rate >= lowered_tolerance)
-        old = state.loss_scale
-        s = factors.resize(old, grows, backs_off, floor, None)
-        s = jnp.where(backs_off & (s <= lowest), old, s)
+        backs_off = ~finite & (o / r >= tolerated)
+        larger = jnp.minimum(s * factor, LARGEST_SCALE)
+        smaller = jnp.maximum(s / factor, floor)
+        smaller = jnp.where(smaller > lowest, smaller, s)
+        s = jnp.where(grows, larger, jnp.where(backs_off, smaller, s))
         rule_state = FairseqRuleState(
             growth_count=jnp.where(finite & ~grows, n, 0),
             rescale_count=jnp.where(grows | backs_off, 0, r),
@@ -463,4 +457,9 @@ def fairseq(
         )
         return s, rule_state
 
-    return make_rule(init_scale, first, change)
+    return make_rule(check_scale("init_scale", init_scale), first, change)
+
+
+def _check_floor(name: str, floor: float | None, cap: float = LARGEST_SCALE) -> float:
+    """Returns the floor of a scale; `2**-126` for None or 0."""
+    return check_number(name, floor, SMALLEST_SCALE, cap) if floor else SMALLEST_SCALE

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ols
-from optax_lossscale.compat import jmp, numpyro
 
 # Each name as one would write it after `def`.
 SIGNATURES = {
@@ -23,7 +22,6 @@ dynamic_loss_scale(init_scale=2.0**15, *, growth_factor=2.0, backoff_factor=0.5,
 ema_params(opt_state, *, path=None)
 finalize_params(params, opt_state, *, path=None)
 find_loss_scale_state(tree, *, path=None)
-full_masters(params, opt_state)
 full_precision(fun)
 get_loss_scale(tree)
 headroom_loss_scale(init_scale=2.0**15, *, history=2400, recent=64, margin_bits=0.75,
@@ -35,18 +33,17 @@ loss_scale_optimizer(inner_optimizer, initial_scale=None, dynamic_growth_steps=N
     ema_momentum=0.99, ema_overwrite_frequency=None, loss_scale_factor=None,
     gradient_accumulation_steps=None, axis_name=None)
 loss_scaled(inner=None, loss_scale=None, *, axis_name=None, unscale_mask=None,
-    check_updates=False, warn_after=None, grads_unscaled=False)
+    check_updates=False, grads_unscaled=False)
 low_precision(fun)
-master_weights(inner, *, compact=False)
+master_weights(inner)
 max_magnitude(tree, *, axis_name=None)
 no_loss_scale()
 raise_if_stalled(tree, max_consecutive=50)
 save_products(primitive, *avals, **params)
 scale(tree, state)
-scaled_backward(fun, loss_scale, argnums=0, has_aux=False)
+scaled_backward(fun, loss_scale)
 scaled_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
 scaled_value_and_grad(fun, state, argnums=0, has_aux=False, **jax_kwargs)
-set_full_masters(params, opt_state, masters)
 set_loss_scale(tree, value, *, path=None)
 static_loss_scale(scale, *, skip_nonfinite=True)
 unscale(tree, state, *, mask=None)
@@ -72,17 +69,6 @@ to_torch_state_dict(state, *, growth_factor=2.0, backoff_factor=0.5,
     growth_interval=2000)
 torch(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
     enabled=True)
-""",
-    jmp: """
-all_finite(tree)
-cast_to_full(tree)
-cast_to_half(tree)
-get_policy(policy_name)
-half_dtype()
-select_tree(pred, a, b)
-""",
-    numpyro: """
-optax_to_numpyro(transformation)
 """,
     ols.diagnostics: """
 exponent_histogram(tree, *, min_exponent=-40, max_exponent=20)

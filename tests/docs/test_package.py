@@ -138,11 +138,10 @@ def test_no_other_file_takes_private_names_of_jax():
 def test_public_classes_are_those_of_the_package_whatever_file_they_are_in():
     states = [ols.dynamic_loss_scale().init(), ols.headroom_loss_scale().init()]
     states += [rule().init() for rule in (ols.no_loss_scale, ols.presets.fairseq)]
-    params = {"w": jnp.ones(2, jnp.float16)}
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
     for tx in (
         ols.loss_scaled(optax.adam(1.0)),
         ols.master_weights(optax.adam(1.0)),
-        ols.master_weights(optax.adam(1.0), compact=True),
         ols.loss_scale_optimizer(
             optax.adam(1.0), use_ema=True, weight_decay=0.1, learning_rate=1.0
         ),

@@ -168,7 +168,7 @@ def new_model(kind):
     if kind != "float32":
         model.stateless_call = ols.autocast(model.stateless_call)
     if kind == "scaled inside":
-        scaled = ols.scaled_backward(model.compute_loss_and_updates, 2.0**12, 0, True)
+        scaled = ols.scaled_backward(model.compute_loss_and_updates, 2.0**12)
         model.compute_loss_and_updates = scaled
     model.compile(optimizer, fitted()["loss"])
     return model

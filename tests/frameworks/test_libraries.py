@@ -76,28 +76,16 @@ def train(names, svi):
     return state, losses
 
 
-def linear_model(names, predict):
-    """The model of the page, with another function that computes its product."""
-    numpyro, dist = names["numpyro"], names["dist"]
-
-    def model(x, y):
-        weights = numpyro.sample("w", dist.Normal(0, 1).expand([16]).to_event(1))
-        with numpyro.plate("data", names["N"], subsample_size=len(x)):
-            numpyro.sample("y", dist.Normal(predict(x, weights), 0.1), obs=y)
-
-    return model
-
-
-def test_numpyro_trains_as_in_float32():
+def test_numpyro_trains_as_in_float32(monkeypatch):
     names = section("NumPyro")
-    guide = names["AutoNormal"]
+    svi = names["svi"]
     assert set(dtypes_of(names["predict"], names["x"], jnp.ones(16))) == {"float16"}
-    model = linear_model(names, jnp.matmul)
-    float32 = names["SVI"](model, guide(model), optax.adam(3e-2), names["Trace_ELBO"]())
+    state, losses = train(names, svi)
+    monkeypatch.setitem(names, "predict", jnp.matmul)
+    float32 = names["SVI"](svi.model, svi.guide, optax.adam(3e-2), svi.loss)
     _, expected = train(names, float32)
-    state, losses = train(names, names["svi"])
     assert abs(losses.mean() - expected.mean()) < expected.std()
-    weights = names["svi"].get_params(state)["w_auto_loc"]
+    weights = svi.get_params(state)["w_auto_loc"]
     np.testing.assert_allclose(weights, jnp.linspace(-1, 1, 16), atol=0.05)
 
 
@@ -107,34 +95,24 @@ def test_numpyro_keeps_the_guide_after_a_nan():
     bad = names["x"][:size].at[0, 0].set(jnp.nan)
     new, loss = names["step"](old, bad, names["y"][:size])
     assert np.isnan(loss)
-    assert_nothing_but_the_scale_changed(new.optim_state[1], old.optim_state[1])
     assert_same_bits(svi.get_params(new), svi.get_params(old))
+    moments = [optax.tree.get(state, "mu") for state in (new, old)]
+    assert_same_bits(*moments)
+    assert ols.loss_scale_metrics(new)["total_notfinite"] == 1
 
 
-def test_a_summed_elbo_lowers_the_scale_by_about_the_number_of_observations():
+def test_numpyro_warns_of_a_dynamic_loss_scale_which_it_does_not_know():
     names = section("NumPyro")
-    scale = ols.get_loss_scale(names["state"])
-    assert scale < 1
-    state, losses = train(names, names["mean_svi"])
-    assert 0.5 <= ols.get_loss_scale(state) / (scale * names["N"]) <= 2
-    assert abs(losses.mean()) < 10
-    skipped = ols.loss_scale_metrics(state)["total_notfinite"]
-    assert skipped < ols.loss_scale_metrics(names["state"])["total_notfinite"]
-
-
-def test_numpyro_warns_of_a_loss_scaled_optimizer_without_the_adapter():
-    names = section("NumPyro")
-    svi = names["SVI"](
-        names["model"], names["svi"].guide, names["tx"], names["Trace_ELBO"]()
-    )
+    svi, tx = names["svi"], ols.loss_scaled(optax.adam(3e-2))
+    svi = names["SVI"](svi.model, svi.guide, tx, svi.loss)
     with pytest.warns(UserWarning, match="computed without it"):
         svi.run(jax.random.key(2), 1, names["x"], names["y"], progress_bar=False)
 
 
 def test_a_model_of_numpyro_must_not_be_under_autocast():
     names = section("NumPyro")
-    model = ols.autocast(names["model"])
-    svi = names["SVI"](model, names["svi"].guide, names["svi"].optim, names["svi"].loss)
+    svi = names["svi"]
+    svi = names["SVI"](ols.autocast(svi.model), svi.guide, svi.optim, svi.loss)
     with pytest.raises(jax.errors.UnexpectedTracerError, match="side effect"):
         svi.run(jax.random.key(2), 1, names["x"], names["y"], progress_bar=False)
 
@@ -155,22 +133,6 @@ def test_penzai_keeps_parameters_and_moments_after_a_nan():
     assert ols.loss_scale_metrics(after)["total_notfinite"] == 1
 
 
-def test_numpyro_trains_without_the_adapter_by_a_scale_of_ones_own():
-    names = section("NumPyro")
-    predict = ols.scaled_backward(names["predict"], 2.0**-8, argnums=1)
-    model = linear_model(names, predict)
-    tx = ols.loss_scaled(optax.adam(3e-2), ols.static_loss_scale(1.0))
-    svi = names["SVI"](model, names["AutoNormal"](model), tx, names["Trace_ELBO"]())
-    state, losses = train(names, svi)
-    _, expected = train(names, names["svi"])
-    assert abs(losses.mean() - expected.mean()) < expected.std()
-    assert ols.loss_scale_metrics(state)["total_notfinite"] == 0
-    bad = names["x"][: names["BATCH"]] * jnp.nan
-    after, loss = jax.jit(svi.update)(state, bad, names["y"][: names["BATCH"]])
-    assert np.isnan(loss)
-    assert_same_bits(svi.get_params(after), svi.get_params(state))
-
-
 def fit_flow(names, x, **settings):
     """Fits the flow of the section again."""
     fit, key, flow = names["fit_to_data"], names["key"], names["flow"]
@@ -187,12 +149,11 @@ def test_flowjax_trains_as_with_a_loss_that_is_not_scaled():
     assert names["losses"]["train"][-1] < names["losses"]["train"][0]
 
 
-def test_flowjax_keeps_the_flow_if_all_batches_are_nan_and_warns():
+def test_flowjax_keeps_the_flow_if_all_batches_are_nan():
     names = section("FlowJAX")
     scaled = {"loss_fn": names["loss_fn"], "optimizer": names["tx"]}
     bad = names["x"] * jnp.nan
-    with pytest.warns(RuntimeWarning, match="the last 20 steps were skipped"):
-        flow, losses = fit_flow(names, bad, return_best=False, **scaled)
+    flow, losses = fit_flow(names, bad, return_best=False, **scaled)
     assert np.isinf(losses["train"]).all()
     assert_same_bits(*(jax.tree.leaves(eqx_arrays(f)) for f in (flow, names["flow"])))
 

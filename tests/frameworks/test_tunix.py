@@ -209,7 +209,7 @@ def learn(kind, steps, bad=None):
     learner = grpo.GRPOLearner(cluster, grpo.GRPOConfig(num_generations=8), reward)
     trainer = cluster.actor_trainer
     if kind == "low":
-        low = ols.scaled_backward(trainer.loss_fn, 2.0**12, has_aux=True)
+        low = ols.scaled_backward(trainer.loss_fn, 2.0**12)
         trainer.with_loss_fn(low, has_aux=True)
     letters = np.random.default_rng(0).integers(3, 29, (steps, 4, 4))
     if bad is not None:

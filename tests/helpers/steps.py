@@ -57,12 +57,6 @@ def assert_nothing_but_the_scale_changed(new, old):
     assert ols.get_loss_scale(new_state) == ols.get_loss_scale(old_state) / 2
 
 
-def with_scale(opt_state, value):
-    """The state with another loss scale, as if some of its bits had flipped."""
-    state = opt_state.loss_scale_state._replace(loss_scale=jax.numpy.float32(value))
-    return opt_state._replace(loss_scale_state=state)
-
-
 def recorder(seen):
     """An optimizer that records its arguments, and counts its updates."""
 

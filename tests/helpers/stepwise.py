@@ -32,8 +32,6 @@ def first_dynamic(settings: dict) -> Dynamic:
 
 def dynamic(state: Dynamic, finite: bool, settings: dict) -> Dynamic:
     s, n, h = state
-    # Restored from a rule that tolerates more, it tolerates what this one does.
-    h = min(h, settings["hysteresis"])
     if finite:
         n += 1
         if settings["hysteresis_refill"] == "finite":
@@ -45,10 +43,8 @@ def dynamic(state: Dynamic, finite: bool, settings: dict) -> Dynamic:
         return Dynamic(s, n, h)
     n, h = 0, max(h - 1, 0)
     if h == 0:
-        smaller, floor = F32(s) * F32(settings["backoff_factor"]), settings["min_scale"]
-        # A scale that was put below the floor stays there until it grows.
-        is_lower = s < min(floor, settings["init_scale"])
-        s = float(max(smaller, F32(s if is_lower else floor)))
+        smaller = F32(s) * F32(settings["backoff_factor"])
+        s = float(max(smaller, F32(settings["min_scale"])))
     return Dynamic(s, n, h)
 
 

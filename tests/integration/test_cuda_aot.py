@@ -19,7 +19,6 @@ import fused_attention
 import optax_lossscale as ols
 from _lib.compiled_text import bytes_and_kernels, products_of, sent_arrays
 from _lib.devices import device_of, devices_of
-from compact_masters import FORMS, cost, limit
 from helpers.compiled import compiled_step, run_on_cpu
 from helpers.inner import lenient
 from helpers.steps import apply
@@ -75,47 +74,6 @@ def test_the_parameter_is_the_rounded_master_after_a_step_of_any_size(dtype):
     one, other = np.abs(start), np.abs(masters)
     is_near = (one < 1000 * other) & (other < 1000 * one)
     np.testing.assert_array_equal(by_hand[is_near], masters[is_near])
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_compact_masters_are_those_that_float32_parameters_would_be(dtype):
-    tx = ols.loss_scaled(
-        ols.master_weights(lenient(optax.sgd(1.0)), compact=True),
-        ols.static_loss_scale(4.0),
-    )
-    sizes = 2.0 ** RNG.integers(-12, 8, 10_000)
-    start = jnp.asarray(RNG.normal(size=10_000) * sizes, dtype)
-    grads = list(np.float32(RNG.normal(size=(3, 10_000)) * sizes / 100))
-
-    def three_steps(params, state, grads, infinity):
-        masters, held = [], []
-        for grad, factor in zip(grads, (1.0, infinity, 1.0), strict=True):
-            held.append((params, state.inner_state.remainders))
-            updates, state = tx.update(4 * grad * factor, state, params)
-            params = apply(params, updates)
-            masters.append(ols.full_masters(params, state))
-        return masters, [*held, (params, state.inner_state.remainders)]
-
-    masters, held = on_gpu(
-        three_steps, start, tx.init(start), grads, jnp.float32(jnp.inf)
-    )
-    first = np.asarray(start).astype(np.float32) - grads[0]
-    expected = [first, first, first - grads[2]]
-    least_kept = 2.0**-16 if dtype == jnp.float16 else 0.0
-    is_kept = np.min(np.abs(expected), axis=0) >= least_kept
-    assert is_kept.mean() > 0.99
-    for master, exact in zip(masters, expected, strict=True):
-        np.testing.assert_array_equal(master[is_kept], exact[is_kept])
-    for before, after in zip(held[1], held[2], strict=True):  # It was skipped.
-        np.testing.assert_array_equal(before, after)
-
-
-@pytest.mark.parametrize("is_scaled", [True, False])
-@pytest.mark.parametrize("name", [name for name in FORMS if "compact" in name])
-@jax.numpy_dtype_promotion("standard")
-def test_an_update_of_compact_masters_reads_and_writes_each_array_once(name, is_scaled):
-    moved = cost("cuda", FORMS[name], is_scaled, 6).moved
-    assert moved < 1.02 * limit(FORMS[name], is_scaled, 6)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -128,12 +128,12 @@ def test_a_rule_is_that_of_the_dynamic_variant_and_no_results_are_written_unaske
 
     monkeypatch.setattr(demo, "train", train)
     demo.main(["--rule", "headroom", "--plot", str(tmp_path / "picture.png")])
-    assert used == {
-        "float32": ols.no_loss_scale(),
-        "float16": ols.no_loss_scale(),
-        "float16_static": demo.VARIANTS["float16_static"][1],
-        "float16_dynamic": demo.RULES["headroom"],
-        "bfloat16": ols.no_loss_scale(),
+    assert {name: repr(rule) for name, rule in used.items()} == {
+        "float32": "no_loss_scale()",
+        "float16": "no_loss_scale()",
+        "float16_static": repr(demo.VARIANTS["float16_static"][1]),
+        "float16_dynamic": repr(demo.RULES["headroom"]),
+        "bfloat16": "no_loss_scale()",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
     assert "results:" not in capsys.readouterr().out

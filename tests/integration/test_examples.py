@@ -59,7 +59,6 @@ def options_of(precision: str) -> argparse.Namespace:
         ("float16-unscaled", ols.autocast, jnp.float32, 1.0),
         ("O2", ols.autocast(level="O2"), jnp.float32, 2.0**15),
         ("masters", ols.autocast(level="O2"), jnp.float16, 2.0**15),
-        ("compact-masters", ols.autocast(level="O2"), jnp.float16, 2.0**15),
     ],
 )
 def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scale):
@@ -79,7 +78,7 @@ def test_a_precision_is_what_its_name_says(precision, wrap, of_params, loss_scal
     assert ("f16" in programs[0]) == (precision != "float32")
     state = with_loss_scale(optax.sgd(0.1), options).init(params)
     assert ols.get_loss_scale(state) == loss_scale
-    assert len(PRECISIONS) == 7
+    assert len(PRECISIONS) == 6
 
 
 def test_the_flushed_share_counts_zeros_that_are_not_zero_in_float32():

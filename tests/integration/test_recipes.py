@@ -1,4 +1,4 @@
-"""The recipes of the pages on skipped steps, logging and troubleshooting.
+"""The recipes of the pages on skipped steps, logging, masters and troubleshooting.
 
 Each test runs functions that a page shows.
 """
@@ -268,6 +268,29 @@ def test_after_a_skip_the_ported_program_goes_on_to_the_next_batch(program):
     assert optax.tree.get(opt_state, "count") == 3
     assert metrics["last_finite"]
     np.testing.assert_allclose(metrics["rate"], 0.1 * (1 - 2 / 20), rtol=1e-6)
+
+
+# Masters are a part of the optimizer's state.
+
+
+def test_masters_are_read_and_replaced_in_a_state_that_can_be_donated():
+    tx = ols.loss_scaled(ols.master_weights(optax.sgd(0.5)))
+    pretrained = {"w": jnp.array([0.1, 2.0**-20]), "norm": jnp.array([1.0, 0.3])}
+    params = ols.cast_params(pretrained)
+    assert params["w"].dtype == jnp.float16
+    rounded, exact = jax.device_get((params, pretrained))
+    masters = jax.tree.map(jnp.copy, pretrained)
+    opt_state = optax.tree.set(tx.init(params), master_params=masters)
+
+    def step(params, opt_state):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, opt_state = tx.update(zeros, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    new_params, opt_state = donating(params, opt_state)
+    assert_same_bits(optax.tree.get(opt_state, "master_params"), exact)
+    assert_same_bits(new_params, rounded)
 
 
 # Two checks of a training step.

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from _lib.devices import devices_of
-from compact_masters import FORMS, cost, limit
 from helpers.compiled import arrays_sent, collectives_of
 from helpers.inner import adam
 
@@ -128,11 +127,3 @@ def test_a_step_sums_each_gradient_once_in_float32_and_adds_only_the_verdict(dev
     # Parameters are gathered in float16, which TPUs send as two in a 32-bit word.
     summed = [array for array in found.elements() if re.match(r"f32\[.+\]", array)]
     assert len(summed) == 2
-
-
-@pytest.mark.parametrize("is_scaled", [True, False])
-@pytest.mark.parametrize("name", [name for name in FORMS if "compact" in name])
-@jax.numpy_dtype_promotion("standard")
-def test_an_update_of_compact_masters_reads_and_writes_each_array_once(name, is_scaled):
-    moved = cost("tpu", FORMS[name], is_scaled, 6).moved
-    assert moved < 1.02 * limit(FORMS[name], is_scaled, 6)

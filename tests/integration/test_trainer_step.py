@@ -120,7 +120,7 @@ def train(net, wrap, tx, bad=None):
 
 
 def low(loss_fn):
-    return ols.scaled_backward(ols.autocast(loss_fn), 2.0**12, has_aux=True)
+    return ols.scaled_backward(ols.autocast(loss_fn), 2.0**12)
 
 
 @pytest.mark.slow

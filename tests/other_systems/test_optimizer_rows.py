@@ -116,10 +116,10 @@ def test_every_optimizer_of_the_table_has_a_formula():
     assert sorted(names) == sorted(FORMULAS["keras"])
 
 
-@pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.3, 2.0)])
-def test_ftrl_has_the_penalties_of_keras(l1, l2):
+def test_ftrl_has_the_penalties_of_keras():
     keras_ftrl = written_out("keras")["keras_ftrl"]
-    apart = distances(lambda: keras_ftrl(1e-3, l1, l2), partial(ftrl, l1=l1, l2=l2))
+    penalized = partial(ftrl, l1=0.3, l2=2.0)
+    apart = distances(lambda: keras_ftrl(1e-3, 0.3, 2.0), penalized)
     assert max(apart) < TOLERANCE
 
 

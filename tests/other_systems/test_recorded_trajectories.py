@@ -47,28 +47,15 @@ def read(name):
     return json.loads((DATA / f"{name}.json").read_text())
 
 
-FAST = (3, 4, 10)  # Two bursts of nonfinite steps, and one in every second step.
-TRACES = [
-    pytest.param(
-        system,
-        trace,
-        id=f"{system}-{i}-{trace['kind']}",
-        marks=[pytest.mark.slow] if i not in FAST else [],
-    )
-    for system in PRESETS
-    for i, trace in enumerate(read(f"{system}_scale")["traces"])
-]
-
-
-@pytest.mark.parametrize(("system", "trace"), TRACES)
-def test_the_scale_of_a_preset_follows_its_system(system, trace):
+def assert_follows(system, trace):
+    """Scales, and counts of finite steps, while they are usable in float32."""
     config = dict(trace["config"])
     for name in NO_SETTING.get(system, []):
         del config[name]
     states = states_after(PRESETS[system](**config), trace["finite"])
     for key in SCALES.get(system, ["scale"]):
         real = np.asarray([float(scale) for scale in trace[key]])
-        inside = (real > 2.0**-126) & (real < 2.0**126)  # Usable in float32.
+        inside = (real > 2.0**-126) & (real < 2.0**126)
         steps = len(real) if inside.all() else int(np.argmin(inside))
         assert steps >= 5
         ours = np.asarray(states.loss_scale)[:steps]
@@ -76,6 +63,22 @@ def test_the_scale_of_a_preset_follows_its_system(system, trace):
     if system in COUNTERS:
         count = states.rule_state.growth_count
         assert count[:steps].tolist() == trace[COUNTERS[system]][:steps]
+
+
+TRACES = {system: read(f"{system}_scale")["traces"] for system in PRESETS}
+
+
+def test_every_preset_follows_its_system_through_bursts_of_nonfinite_steps():
+    for system, traces in TRACES.items():
+        for trace in traces[3:5]:  # Bursts, and one in every second step.
+            assert_follows(system, trace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", TRACES)
+def test_the_scale_of_a_preset_follows_its_system(system):
+    for trace in TRACES[system]:
+        assert_follows(system, trace)
 
 
 INNER = {

@@ -1,200 +1,258 @@
-"""scaled_value_and_grad and scaled_grad against jax.value_and_grad and jax.grad."""
+"""`scaled_value_and_grad`: the true loss and scaled gradients, of any kind of model."""
 
-import functools
-import re
-from typing import NamedTuple
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.inner import standard_promotion
+from helpers.steps import eager_and_jitted
 
-STATE = ols.static_loss_scale(2.0**10).init()
-X = jnp.asarray([1.0, -2.0])
-
-
-def loss_fn(x, y=1.0):
-    return jnp.sum(x**2) * y
-
-
-def has_note_on_arguments(error):
-    return "holds no floating array" in "".join(getattr(error, "__notes__", []))
+SCALE = 2.0**10
+STATE = ols.static_loss_scale(SCALE).init()
+X = jnp.arange(8.0).reshape(4, 2) / 4
 
 
-def test_the_loss_is_true_and_the_gradients_are_scaled():
-    loss, grads = ols.scaled_value_and_grad(loss_fn, STATE)(X)
-    assert loss == 5.0
-    assert grads.tolist() == [2.0 * 1024, -4.0 * 1024]
-    assert_same_bits(ols.scaled_grad(loss_fn, STATE)(X), grads)
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"] + params["b"][None]) ** 2)
 
 
-def test_auxiliary_output_is_returned_where_jax_returns_it():
-    def with_aux(x):
-        return loss_fn(x), {"n": x.size}
-
-    value, _ = ols.scaled_value_and_grad(with_aux, STATE, has_aux=True)(X)
-    assert value == (5.0, {"n": 2})
-    grads, aux = ols.scaled_grad(with_aux, STATE, has_aux=True)(X)
-    assert (grads.tolist(), aux) == ([2048.0, -4096.0], {"n": 2})
+PARAMS = {"w": jnp.asarray([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.asarray([0.1, -0.2])}
 
 
-def test_argnums_and_keyword_arguments_pass_through():
-    def product(x, y, *, z):
-        return x * y * z
-
-    loss, grads = ols.scaled_value_and_grad(product, STATE, (0, 1))(2.0, 3.0, z=4.0)
-    assert (loss, *grads) == (24.0, 12.0 * 1024, 8.0 * 1024)
-    for argnums in (1, -1):
-        assert ols.scaled_grad(product, STATE, argnums)(2.0, 3.0, z=4.0) == 8.0 * 1024
-    _, grad = ols.scaled_grad(product, STATE, iter((0, 1)))(2.0, 3.0, z=4.0)
-    assert grad == 8.0 * 1024
-    swapped = ols.scaled_grad(product, STATE, (1, 0))(2.0, 3.0, z=4.0)
-    assert swapped == (8.0 * 1024, 12.0 * 1024)
+def scaled(grads):
+    return jax.tree.map(lambda g: g * SCALE, grads)
 
 
-def test_jax_keyword_arguments_pass_through():
-    holomorphic = ols.scaled_grad(lambda z: z**2, STATE, holomorphic=True)
-    assert holomorphic(jnp.complex64(1 + 1j)) == 2048 + 2048j
-    params = {"w": jnp.ones(2), "steps": jnp.arange(2)}
-    grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=True)(params)
-    assert grads["steps"].dtype == jax.dtypes.float0
-    grads = ols.scaled_grad(lambda p: p["w"].sum(), STATE, allow_int=False)(params)
-    assert grads["steps"] is None
-    value_and_grad = ols.scaled_value_and_grad(lambda z: z**2, STATE, holomorphic=True)
-    assert value_and_grad(jnp.complex64(1 + 1j)) == (2j, 2048 + 2048j)
+@eager_and_jitted
+def test_the_loss_is_true_and_the_gradients_are_scaled(run):
+    value, grads = run(ols.scaled_value_and_grad(loss_fn, STATE))(PARAMS, X)
+    expected = run(jax.value_and_grad(loss_fn))(PARAMS, X)
+    assert_same_bits((value, grads), (expected[0], scaled(expected[1])))
+    assert_same_bits(run(ols.scaled_grad(loss_fn, STATE))(PARAMS, X), grads)
 
 
-def test_the_reported_loss_keeps_its_dtype_and_cannot_overflow():
+@given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=2), st.integers(-9, 9))
+def test_unscaled_gradients_have_the_bits_of_those_of_jax(b, exponent):
+    state = ols.static_loss_scale(2.0**exponent).init()
+    params = {**PARAMS, "b": jnp.asarray(b, jnp.float32)}
+    grads = ols.unscale(ols.scaled_grad(loss_fn, state)(params, X), state)
+    assert_same_bits(grads, jax.grad(loss_fn)(params, X))
+
+
+def test_auxiliary_data_is_returned_where_jax_returns_it():
+    def fun(params, x):
+        return loss_fn(params, x), {"x": x, "name": 3}
+
+    (value, aux), grads = ols.scaled_value_and_grad(fun, STATE, has_aux=True)(PARAMS, X)
+    assert value == loss_fn(PARAMS, X)
+    assert_same_bits(aux, {"x": X, "name": 3})
+    again, same = ols.scaled_grad(fun, STATE, has_aux=True)(PARAMS, X)
+    assert_same_bits((again, same), (grads, aux))
+    assert_same_bits(grads, scaled(jax.grad(loss_fn)(PARAMS, X)))
+
+
+def test_a_float16_loss_keeps_its_dtype_and_cannot_overflow():
+    # 3 * 2**15 is infinite in float16.
     state = ols.static_loss_scale(2.0**15).init()
-    loss, grads = ols.scaled_value_and_grad(lambda x: x * 60000, state)(jnp.float16(1))
-    assert (loss.dtype, float(loss)) == (jnp.float16, 60000.0)
-    assert jnp.isinf(grads)  # 60000 * 2**15 exceeds float16.
+    value, grad = ols.scaled_value_and_grad(lambda x: x * x, state)(jnp.float16(1.5))
+    assert (value.dtype, float(value)) == (jnp.float16, 2.25)
+    assert grad == np.inf  # The gradient itself is 3 * 2**15 in float16.
+    value, grad = ols.scaled_value_and_grad(lambda x: x / 4, state)(jnp.float16(16.0))
+    assert (float(value), float(grad)) == (4.0, 2.0**13)
 
 
-def test_a_float16_loss_allows_a_scale_of_2_to_the_15_and_a_float32_loss_more():
-    def grads(exponent, dtype):
-        state = ols.static_loss_scale(2.0**exponent).init()
-        x = jnp.ones(16, jnp.float16)
-        return ols.scaled_grad(lambda x: x.astype(dtype).mean(), state)(x)
+def test_small_gradients_survive_in_float16():
+    def loss(w, x):
+        return jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))
 
-    assert grads(15, jnp.float16).tolist() == [2.0**11] * 16
-    assert jnp.isinf(grads(16, jnp.float16)).all()
-    assert grads(17, jnp.float32).tolist() == [2.0**13] * 16
-
-
-@pytest.mark.parametrize(
-    ("fun", "has_aux"),
-    [
-        (lambda x: x, False),
-        (lambda x: jnp.sum(x).astype(jnp.int32), False),
-        (lambda x: x.sum(), True),
-        (lambda x: (x.sum(), x, x), True),
-        (lambda x: (x, None), True),
-    ],
-    ids=["vector", "int", "no pair", "triple", "vector with aux"],
-)
-def test_a_loss_of_the_wrong_kind_raises_the_error_of_jax(fun, has_aux):
-    with pytest.raises(TypeError) as theirs:  # noqa: PT011
-        jax.value_and_grad(fun, has_aux=has_aux)(X)
-    message = str(theirs.value)[:60]  # The values come later, and are scaled.
-    with pytest.raises(TypeError, match="^" + re.escape(message)) as ours:
-        ols.scaled_value_and_grad(fun, STATE, has_aux=has_aux)(X)
-    assert not has_note_on_arguments(ours.value)
+    w, x = jnp.float32(1.0), jnp.float16(2.0**-14)
+    tiny = jnp.float32(2.0**-14)
+    fun = lambda w: loss(w, x) * tiny  # noqa: E731
+    assert jax.grad(fun)(w) == 0.0  # 2**-28 is zero in float16.
+    state = ols.static_loss_scale(2.0**15).init()
+    assert ols.unscale(ols.scaled_grad(fun, state)(w), state) == 2.0**-28
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_several_results_without_has_aux_are_refused_with_a_hint(kind):
-    message = rf"scalar loss, got a {kind.__name__} of length 2\. .*`has_aux=True`"
-    with pytest.raises(TypeError, match=message):
-        ols.scaled_grad(lambda x: kind([loss_fn(x), x]), STATE)(X)
+@pytest.mark.parametrize("argnums", [1, -1, (0, 2), [1]])
+def test_argnums_name_the_arguments_as_in_jax(argnums):
+    def fun(a, b, c):
+        return a * b + b * c**2
+
+    args = jnp.float32(2.0), jnp.float32(3.0), jnp.float32(5.0)
+    named = tuple(argnums) if isinstance(argnums, list) else argnums
+    expected = jax.grad(fun, named)(*args)
+    assert_same_bits(ols.scaled_grad(fun, STATE, argnums)(*args), scaled(expected))
 
 
-def test_a_loss_in_place_of_its_function_is_refused():
-    message = r"`fun` must be a function.*\(loss_fn, state\)"
-    with pytest.raises(TypeError, match=message):
-        ols.scaled_value_and_grad(jnp.float32(3.0), STATE)
-    with pytest.raises(ValueError, match="must hold a LossScaleState"):
-        ols.scaled_grad(loss_fn, {"no": "state"})
+def test_data_may_be_passed_by_name():
+    assert_same_bits(
+        ols.scaled_grad(loss_fn, STATE)(PARAMS, x=X),
+        ols.scaled_grad(loss_fn, STATE)(PARAMS, X),
+    )
 
 
-def test_name_and_docstring_of_the_function_are_kept():
-    def half_square(x):
-        """Half the sum of the squares."""
-        return 0.5 * jnp.sum(x**2)
+def test_what_is_no_floating_array_is_held_fixed():
+    params = {
+        "w": jnp.float32(3.0), "steps": jnp.arange(2), "flag": True, "n": 2,
+        "key": jax.random.key(0), "name": "net", "none": None, "rate": 0.5,
+    }  # fmt: skip
+    grads = ols.scaled_grad(lambda p: p["w"] * p["n"] * p["rate"], STATE)(params)
+    # Python floats in a dict are parameters, as in JAX.
+    assert {name: float(g) for name, g in grads.items() if g is not None} == {
+        "w": SCALE, "rate": 6 * SCALE,
+    }  # fmt: skip
+    tx = ols.loss_scaled(optax.sgd(0.5), ols.static_loss_scale(SCALE))
+    numbers = {name: params[name] for name in ("w", "steps", "none")}
+    grads = {name: grads[name] for name in numbers}
+    updates, _ = tx.update(grads, tx.init(numbers), numbers)
+    moved = optax.apply_updates(numbers, updates)
+    assert moved["w"] == 2.5
+    assert_same_bits(moved["steps"], params["steps"])
 
-    for transform in (ols.scaled_grad, ols.scaled_value_and_grad):
-        assert transform(half_square, STATE).__name__ == "half_square"
-        assert transform(half_square, STATE).__doc__ == "Half the sum of the squares."
-    assert ols.scaled_grad(loss_fn, STATE).__name__ == "loss_fn"
-    assert ols.scaled_grad(functools.partial(loss_fn, y=2.0), STATE)(X)[0] == 4096.0
 
-
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: f, jax.vmap])
-def test_unscaled_gradients_have_the_bits_of_those_of_jax(transform):
-    def loss_fn(x):
-        return jnp.sum(jnp.tanh(x) ** 3)
-
-    x = jnp.linspace(-2, 2, 32)
-    scaled = transform(lambda x: ols.scaled_grad(loss_fn, STATE)(x))(x)
-    assert_same_bits(ols.unscale(scaled, STATE), transform(jax.grad(loss_fn))(x))
+def test_the_scale_of_each_call_is_that_of_the_state():
+    state = ols.dynamic_loss_scale(8.0).init()
+    for expected in (8.0, 4.0):
+        assert ols.scaled_grad(lambda x: x, state)(jnp.float32(1.0)) == expected
+        state = ols.dynamic_loss_scale(8.0).adjust(state, False)
 
 
 def test_second_derivatives_of_the_reported_loss_are_true():
-    def reported(x):
-        return ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]
-
-    def reported_with_aux(x):
-        fun = lambda x: (x**3, x**3)  # noqa: E731
-        return sum(ols.scaled_value_and_grad(fun, STATE, has_aux=True)(x)[0])
-
-    assert jax.grad(jax.grad(reported))(2.0) == 12.0
-    assert jax.grad(jax.grad(reported_with_aux))(2.0) == 24.0
+    value = lambda x: ols.scaled_value_and_grad(lambda x: x**3, STATE)(x)[0]  # noqa: E731
+    assert jax.grad(jax.grad(value))(jnp.float32(2.0)) == 12.0
 
 
 @pytest.mark.parametrize(
-    "argnums", [1, -1, (1,), [-1], iter([1]), range(1, 2), np.asarray([1])]
+    ("fun", "settings", "message"),
+    [
+        (lambda x: x, {}, "Gradient only defined for scalar-output"),
+        (lambda x: (x.sum(), x), {}, "pass `has_aux=True`"),
+        (lambda x: x.sum(), {"has_aux": True}, "two-element tuple"),
+    ],
 )
-def test_argnums_name_the_parameters_and_other_arguments_stay_what_they_are(argnums):
-    other, params = {"x": jnp.ones(2), "n": 3}, {"w": jnp.ones(2), "count": 3}
-
-    def loss(seen, params):
-        assert seen is other
-        return jnp.sum(params["w"] ** params["count"])
-
-    grad_fn = ols.scaled_grad(loss, STATE, argnums)
-    for _ in range(2):
-        (grads,) = jax.tree.leaves(grad_fn(other, params))  # A count has none.
-        assert grads.tolist() == [3 * 1024.0] * 2
+def test_a_loss_of_the_wrong_kind_is_refused(fun, settings, message):
+    with pytest.raises(TypeError, match=message):
+        ols.scaled_grad(fun, STATE, **settings)(jnp.ones(2))
 
 
-def test_argnums_may_be_counted_from_behind():
-    params = {"w": jnp.ones(2), "count": 3}
-    grad_fn = ols.scaled_grad(lambda p, x: jnp.sum(p["w"] * x), STATE, argnums=-2)
-    (grads,) = jax.tree.leaves(grad_fn(params, 2.0))
-    assert grads.tolist() == [2 * 1024.0] * 2
+def test_a_loss_in_place_of_its_function_is_refused():
+    with pytest.raises(TypeError, match="`fun` must be a function, got"):
+        ols.scaled_value_and_grad(jnp.float32(1.0), STATE)
+    with pytest.raises(ValueError, match="must hold a LossScaleState, got none"):
+        ols.scaled_value_and_grad(loss_fn, optax.sgd(0.1).init(PARAMS))
 
 
-class Result(NamedTuple):
-    loss: jax.Array
-    aux: int
+# --- Modules of NNX ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pair", [lambda *pair: [*pair], Result])
-def test_a_list_of_loss_and_auxiliary_data_is_taken_for_a_pair(pair):
-    grad_fn = ols.scaled_value_and_grad(lambda x: pair(loss_fn(x), 2), STATE, 0, True)
-    value, grads = grad_fn(X)
-    assert value == (5.0, 2)
-    assert grads.tolist() == [2048.0, -4096.0]
+class Net(nnx.Module):
+    """Each call moves the mean and the variance, and counts the dropout masks."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.table = nnx.Param(jnp.arange(3))
+        self.lora = nnx.LoRAParam(jnp.ones(2))
+
+    def __call__(self, x):
+        with standard_promotion():
+            return self.dropout(self.norm(self.linear(x))) * self.lora[...][None]
 
 
-def test_an_error_of_the_function_has_no_note_on_arguments_and_keeps_its_cause():
-    def broken(x):
-        raise TypeError("of its own") from KeyError("x")
+def net_loss(model, x):
+    return jnp.mean(model(x) ** 2)
 
-    with pytest.raises(TypeError, match="of its own") as error:
-        ols.scaled_grad(broken, STATE)(X)
-    assert not has_note_on_arguments(error.value)
-    assert isinstance(error.value.__cause__, KeyError)
+
+def arrays(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree) if x.dtype == jnp.float32]
+
+
+@pytest.mark.parametrize("jit", [lambda fun: fun, nnx.jit], ids=["eager", "nnx.jit"])
+def test_a_module_is_differentiated_and_changed_as_by_nnx(jit):
+    def net():
+        model = Net()
+        del model.table
+        return model
+
+    ours, theirs = net(), net()
+    value, grads = jit(ols.scaled_value_and_grad(net_loss, STATE))(ours, X)
+    expected_value, expected = jit(nnx.value_and_grad(net_loss))(theirs, X)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    for one, other in zip(arrays(grads), arrays(expected), strict=True):
+        np.testing.assert_allclose(one, other * SCALE, rtol=1e-4, atol=1e-3)
+    # Its batch statistics and its dropout count were moved in place.
+    assert (ours.norm.mean[...] != 0).all()
+    for one, other in zip(
+        arrays(nnx.state(ours)), arrays(nnx.state(theirs)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert ours.dropout.rngs.count[...] == theirs.dropout.rngs.count[...] == 1
+
+
+def test_an_optimizer_names_the_variables_that_are_differentiated():
+    model = Net()
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(SCALE))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    with standard_promotion():
+        loss, grads = ols.scaled_value_and_grad(net_loss, optimizer)(model, X)
+        assert [*nnx.to_flat_state(grads).paths] == [("lora",)]
+        kernel, lora = model.linear.kernel[...], model.lora[...]
+        optimizer.update(model, grads)
+    assert_same_bits(model.linear.kernel[...], kernel)
+    assert (model.lora[...] != lora).any()
+    assert jnp.isfinite(loss)
+
+
+def test_auxiliary_data_may_be_returned_beside_a_module():
+    def fun(model, x):
+        return jnp.mean(model(x)), {"out": x}
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    (_, aux), grads = ols.scaled_value_and_grad(fun, STATE, has_aux=True)(model, X)
+    assert_same_bits(aux["out"], X)
+    assert_same_bits(grads["bias"][...], jnp.full(2, SCALE / 2))
+
+
+# --- Modules of Equinox --------------------------------------------------------------
+
+
+class EqxNet(eqx.Module):
+    linear: eqx.nn.Linear
+    steps: jax.Array
+    rate: float
+    activation: callable = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.activation(self.rate * self.linear(x))
+
+
+def test_an_equinox_module_is_differentiated_and_trained_as_by_equinox():
+    model = EqxNet(
+        eqx.nn.Linear(2, 1, key=jax.random.key(0)), jnp.arange(2), 0.5, jnp.tanh
+    )
+
+    def fun(model, x):
+        with standard_promotion():
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    grads = ols.scaled_grad(fun, STATE)(model, X)
+    expected = eqx.filter_grad(fun)(model, X)
+    assert_same_bits(grads.linear, scaled(expected.linear))
+    assert grads.steps is None
+    assert grads.rate is None  # A Python float in a module is a setting.
+    tx = ols.loss_scaled(optax.sgd(0.5), ols.static_loss_scale(SCALE))
+    updates, _ = tx.update(grads, tx.init(model), model)
+    moved = eqx.apply_updates(model, updates)
+    assert moved.rate == 0.5
+    assert_same_bits(moved.steps, model.steps)
+    assert_same_bits(moved.linear.bias, model.linear.bias - 0.5 * expected.linear.bias)

@@ -1,1 +1,1 @@
-"""Scripts: mutation testing, versions, releases, a long run with faults."""
+"""Scripts: planted faults, sizes, versions, releases."""

@@ -1,0 +1,77 @@
+"""Early masks change no result, and save the copies of the moments on a CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import strategies
+from helpers.compare import assert_same_bits, assert_within_ulp
+from helpers.inner import lenient, standard_promotion
+from optax_lossscale._scaling.early_masks import run_masked
+from optax_lossscale._scaling.masking import mask_results
+
+
+def plain(is_applied, run, grads, old, params):
+    return mask_results(is_applied, *run(grads, old, params), old)
+
+
+def masked_by(mask, inner):
+    @jax.jit
+    def update(is_applied, grads, state, params):
+        return mask(is_applied, inner.update, grads, state, params)
+
+    return update
+
+
+@given(strategies.optimizers, st.integers(0, 999))
+def test_an_update_masked_early_equals_one_that_is_masked_afterwards(inner, seed):
+    # Every dtype holds multiples of 1/8.
+    rng = np.random.default_rng(seed)
+    params, *history = [
+        {"a": np.float32(numbers[0]), "b": [np.float16(numbers)], "c": None}
+        for numbers in rng.integers(-15, 16, (4, 3)) / 8
+    ]
+    early, late = masked_by(run_masked, inner), masked_by(plain, inner)
+    with standard_promotion():
+        state = jax.tree.map(jnp.asarray, inner.init(params))
+        for grads, is_applied in zip(history, [False, True, False], strict=True):
+            after = early(is_applied, grads, state, params)
+            assert_within_ulp(after, late(is_applied, grads, state, params))
+            if not is_applied:
+                assert_same_bits(after[1], state)
+            state = after[1]
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optax.adan])
+def test_moments_are_not_copied(make):
+    inner = lenient(make(0.1))
+    params = {str(i): jnp.ones((64, 64)) for i in range(4)}
+
+    def copies(mask):
+        update = jax.jit(masked_by(mask, inner).__wrapped__, donate_argnums=2)
+        lowered = update.lower(True, params, inner.init(params), params)
+        return lowered.compile().as_text().count(" copy(")
+
+    assert copies(run_masked) < copies(plain)
+
+
+def test_an_update_that_reads_arrays_from_outside_and_prints_is_masked(capfd):
+    outside = jnp.arange(2.0)
+
+    @jax.jit
+    def update(is_applied, grads, state):
+        def run(grads, state, params):
+            jax.debug.print("stepping")
+            return grads * outside, state + grads
+
+        return run_masked(is_applied, run, grads, state, None)
+
+    updates, state = update(False, jnp.ones(2), jnp.ones(2))
+    jax.effects_barrier()
+    assert_same_bits(updates, jnp.full(2, -0.0))
+    assert_same_bits(state, jnp.ones(2))
+    assert capfd.readouterr().out == "stepping\n"
