@@ -46,11 +46,11 @@ def with_zeros(updates: PyTree, params: PyTree) -> PyTree:
         return updates
 
     def fill(update: PyTree, param: PyTree) -> PyTree:
-        is_missing = update is None and isinstance(param, jax.Array)
+        is_missing = update is None and isinstance(param, jax.Array | np.ndarray)
         return jnp.zeros_like(param) if is_missing and _is_integer(param) else update
 
     return jax.tree.map(fill, updates, params, is_leaf=lambda node: node is None)
 
 
-def _is_integer(array: jax.Array) -> bool:
+def _is_integer(array: jax.Array | np.ndarray) -> bool:
     return any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.bool_))

@@ -296,13 +296,14 @@ def test_without_an_optimizer_it_is_a_link_of_a_chain():
 
 def test_gradients_may_be_absent_and_integers_stay():
     params = {"w": jnp.ones(2), "n": None, "i": jnp.arange(2), "u": jnp.ones(2)}
+    params["of NumPy"] = np.arange(2)
     tx = ols.loss_scaled(optax.masked(optax.sgd(1.0), {k: k == "w" for k in params}))
     state = tx.init(params)
     grads = {"w": jnp.ones(2) * 2.0**15, "n": None, "u": None}
-    grads["i"] = np.zeros(2, jax.dtypes.float0)
+    grads["i"] = grads["of NumPy"] = np.zeros(2, jax.dtypes.float0)
     updates, _ = tx.update(grads, state, params)
     assert updates["w"].tolist() == [-1.0, -1.0]
-    assert updates["i"].tolist() == [0, 0]
+    assert updates["i"].tolist() == updates["of NumPy"].tolist() == [0, 0]
     assert updates["u"] is None
 
 
