@@ -19,11 +19,11 @@ class LossScaleState(NamedTuple):
     Read it with `find_loss_scale_state(opt_state)`. Under `loss_scaled` a rule sets
     only `loss_scale` and `rule_state`. The step itself writes the other fields, so they
     are true under every rule. They count every skipped step, whatever the reason:
-    nonfinite gradients, `grads_finite=False`, `accept=False`, nonfinite updates or an
-    unusable scale. These invariants hold:
+    nonfinite gradients, `grads_finite=False`, `accept=False` or nonfinite updates.
+    These invariants hold:
 
     * `2**-126 <= loss_scale <= 2**126`, so the scale and its reciprocal are positive,
-      finite and normal numbers;
+      finite and normal numbers (a rule of your own must see to that itself);
     * `last_finite` is True exactly when `notfinite_count == 0`;
     * `notfinite_count <= total_notfinite <= step_count`;
     * every field is strongly typed, keeps its dtype, and has a buffer of its own, so

@@ -82,15 +82,15 @@ def master_weights(
                 f"{type(state).__name__}. (To add masters to a run, make a new state "
                 "with `init`, and replace its `inner_state`.)"
             )
-        given, params = params, parameters_of(params)
-        masters = jax.tree.map(_master_of, params, state.master_params)
+        own = parameters_of(params)
+        masters = jax.tree.map(_master_of, own, state.master_params)
         grads = jax.tree.map(widen, gradients_of(updates))
         updates, inner_state = optimizer.update(
             grads, state.inner_state, masters, **extra_args
         )
         masters = jax.tree.map(_add, updates, masters, is_leaf=is_absent)
-        updates = jax.tree.map(_difference, updates, masters, params, is_leaf=is_absent)
-        return with_zeros(updates, given), MasterWeightsState(masters, inner_state)
+        updates = jax.tree.map(_difference, updates, masters, own, is_leaf=is_absent)
+        return with_zeros(updates, params), MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -65,7 +65,8 @@ class _SourceRule:
                 result = _product(one, other)
         elif equation.primitive is div_p and inputs[1].is_number:
             one, other = inputs
-            result = _product(one, _Source(other.divisors, other.factors, True))
+            reciprocal = _Source(other.divisors, other.factors, is_number=True)
+            result = _product(one, reciprocal)
         return [result] * len(equation.outvars)
 
     def join(self, one: _Source, other: _Source) -> _Source:
@@ -90,6 +91,7 @@ def _merged(sources: Sequence[_Source]) -> _Source:
 
 
 def _product(one: _Source, number: _Source) -> _Source:
+    """What a value comes from that is multiplied by a number."""
     return _Source(
         one.factors | number.factors,
         (one.divisors - number.factors) | number.divisors,
@@ -114,8 +116,8 @@ def scaling_of(
     own = origin_of(scale)
     if _is_constant(own):
         return None  # As after an `init` inside `jit`.
-    # One of several states that are stacked in one array, say.
-    roots = _inputs_of([own])
+    # The scale may be an entry of an array that stacks several states.
+    roots = _inputs_of(own)
     traced_for, is_input = traces_around(own)[0], equation_of(own) is None
     is_of_branch = traced_for in _BRANCHES and is_input
     if is_of_branch and all(equation_of(origin_of(grad)) is None for grad in grads):
@@ -140,7 +142,7 @@ def scaling_of(
         is_unscaled = any(id(own) in source.divisors for source in sources)
         return "unscaled" if is_unscaled else None
     if any(source.factors & source.divisors for source in sources):
-        # Outside a branch, the scale of its input may have another name.
+        # In a branch, this may be the scale under another name.
         return None if is_of_branch else "unscaled"
     return "never scaled" if not factors and _has_derivative(equations) else None
 
@@ -216,15 +218,15 @@ def _follow_back(
     return list(done.values()), list(map(source_of, arrays))
 
 
-def _inputs_of(arrays: Iterable[Any]) -> set[int]:
-    """The identities of the inputs that traced arrays were computed from."""
-    rest, inputs, done = list(arrays), set[int](), set[int]()
+def _inputs_of(array: Any) -> set[int]:
+    """The identities of the floating inputs that a traced array was computed from."""
+    rest, inputs, done = [array], set[int](), set[int]()
     while rest:
         origin = origin_of(rest.pop())
         equation = equation_of(origin)
         if equation is None and not _is_constant(origin):
-            is_floating = jnp.issubdtype(origin.dtype, jnp.floating)
-            inputs |= {id(origin)} if is_floating else set()
+            if jnp.issubdtype(origin.dtype, jnp.floating):
+                inputs.add(id(origin))
         elif equation is not None and id(equation) not in done:
             done.add(id(equation))
             rest.extend(equation.in_tracers)

@@ -41,7 +41,8 @@ def scaled_backward(
     Where a scaled gradient overflowed, the true one is infinite or NaN,
     and a `loss_scaled` optimizer skips the step. It must not divide by the scale again:
 
-    * `loss_scaled(inner, static_loss_scale(1.0))` only skips. Use it beside a number.
+    * `loss_scaled(inner, static_loss_scale(1.0))` only skips. Use it if `loss_scale` is
+      a number.
     * `loss_scaled(inner, rule, grads_unscaled=True)` adjusts the scale. Use it where
       the loss function can be given its state.
 
@@ -138,10 +139,10 @@ def _(
 
 def _refuse(*args: Any, **params: Any) -> NoReturn:
     raise TypeError(
-        "`scaled_backward` has first derivatives by reverse mode alone: a second one "
-        "would be divided by the scale twice. (Wrap the function that is "
-        "differentiated last: the whole loss, and not the network whose derivative it "
-        "takes.)"
+        "`scaled_backward` has first derivatives in reverse mode alone, because the "
+        "scale is divided out once, on the way back. (If the loss takes derivatives of "
+        "a network, wrap the function that is differentiated last: the whole loss. For "
+        "forward mode take `fun` itself, which needs no loss scale.)"
     )
 
 
@@ -182,7 +183,7 @@ _first_derivative.defjvp(_refuse)
 def _batch(
     args: tuple[jax.Array, jax.Array], axes: tuple[Any, Any], *, change: Change
 ) -> tuple[jax.Array, int]:
-    """The axes of the scale, which are those of batches, come first in the array."""
+    """Moves the axis of the batch to the front, where the scale has its axes too."""
     (tangent, loss_scale), (axis, scale_axis) = args, axes
     place = loss_scale.ndim
     if scale_axis is not None:

@@ -1,9 +1,9 @@
 """Mask arrays of an update as soon as they are computed, which saves copies on a CPU.
 
 Nothing here changes a result: `run_masked` could mask the results of the whole update,
-which is what it does outside `jit`. Then XLA on CPU copies the state, and an update of
-AdamW takes several times as long. On a GPU or a TPU it makes no difference
-(`benchmarks/optimizations.py` has the figures).
+which is what it does outside `jit`. Under `jit`, XLA on CPU would then copy the state,
+and an update of AdamW would take several times as long. On a GPU or a TPU it makes no
+difference (`benchmarks/optimizations.py` has the figures).
 """
 
 from collections.abc import Callable

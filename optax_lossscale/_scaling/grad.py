@@ -43,8 +43,8 @@ def scaled_value_and_grad(
     As in JAX, the arguments that `argnums` names are differentiated, but models of any
     framework can be passed as they are:
 
-    * Of an `nnx.Module` the variables are differentiated that `nnx.value_and_grad`
-      would select: by the `wrt` of an `nnx.Optimizer` passed as `state`, and for any
+    * Of an `nnx.Module`, those variables that `nnx.value_and_grad` would select: by the
+      `wrt` of an `nnx.Optimizer` passed as `state`, and for any
       other `state` `nnx.Param`. What the call changes in a module, such as batch
       statistics, reaches the module.
     * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
@@ -84,7 +84,7 @@ def scaled_value_and_grad(
       (https://arxiv.org/abs/1710.03740).
     """
     warn_of_order(state)
-    return _value_and_scaled_grad(fun, state, argnums, has_aux, jax_kwargs)
+    return _scaled(fun, state, argnums, has_aux, jax_kwargs, lambda *both: both)
 
 
 def scaled_grad(
@@ -129,25 +129,23 @@ def scaled_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018
       (https://arxiv.org/abs/1710.03740).
     """
-    warn_of_order(state)
-    value_and_grad = _value_and_scaled_grad(fun, state, argnums, has_aux, jax_kwargs)
 
-    @functools.wraps(fun)
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        value, grads = value_and_grad(*args, **kwargs)
+    def pick(value: Any, grads: PyTree) -> Any:
         return (grads, value[1]) if has_aux else grads
 
-    return grad
+    warn_of_order(state)
+    return _scaled(fun, state, argnums, has_aux, jax_kwargs, pick)
 
 
-def _value_and_scaled_grad(
+def _scaled(
     fun: Callable[..., Any],
     state: PyTree,
     argnums: int | Sequence[int],
     has_aux: bool,
     jax_kwargs: dict[str, Any],
+    pick: Callable[[Any, PyTree], Any],
 ) -> Callable[..., Any]:
-    """`scaled_value_and_grad`, which `scaled_grad` calls too."""
+    """A function that returns what `pick` makes of the value and the gradients."""
     check_function(fun, "scaled_value_and_grad(loss_fn, state)(params)")
     get_loss_scale(state)  # Raises here rather than at the first call.
 
@@ -167,7 +165,7 @@ def _value_and_scaled_grad(
         (_, value), grads = _differentiate(
             scaled_fun, state, argnums, jax_kwargs, args, kwargs
         )
-        return value, grads
+        return pick(value, grads)
 
     return value_and_grad
 
@@ -182,12 +180,12 @@ def _differentiate(
 ) -> Any:
     """Calls `jax.value_and_grad(fun, has_aux=True)`, for any kind of model."""
     argnums = tuple(argnums) if isinstance(argnums, Iterable) else argnums
-    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     if modules_of((args, kwargs)):
         of_modules = value_and_grad_of_modules(
             fun, argnums, state, args, has_aux=True, **jax_kwargs
         )
         return of_modules(*args, **kwargs)
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     params = list(args)
     for index, arg in enumerate(args):
         if index in numbers or index - len(args) in numbers:

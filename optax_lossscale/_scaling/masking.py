@@ -103,10 +103,7 @@ def zero_unless(applied: jax.Array, updates: PyTree) -> PyTree:
 
 
 def keep_old_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """If the step is skipped, the old state, in the dtypes of the new one.
-
-    Arrays that are selected must have one dtype: a program is compiled for it.
-    """
+    """If the step is skipped, the old state, in the dtypes of the new one."""
 
     def select(new: jax.Array, old: jax.Array) -> jax.Array:
         new, old = jnp.asarray(new), jnp.asarray(old)

@@ -106,7 +106,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
     The default scale reaches its floor after 39 overflows in a row, so after 50 the
     scale is no longer the cause. Batches that overflow at every scale bring it to the
     floor too, if they come more often than the scale grows. Not every step is skipped
-    then, but float16 gradients are zero.
+    then, but most float16 gradients are zero.
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays
@@ -114,8 +114,8 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
       max_consecutive: Limit in steps, at least 1.
 
     Raises:
-      LossScaleStalledError: If the limit is reached. The message gives the scale and
-        the counts, and says where to look for the cause.
+      LossScaleStalledError: If the scale is NaN, or if the limit is reached. The
+        message gives the scale and the counts, and says where to look for the cause.
       ValueError: If `max_consecutive` is below 1, or `tree` holds no
         `LossScaleState`, or several.
       TypeError: If `max_consecutive` is not an integer, or if it is called inside
@@ -146,6 +146,11 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
     scale, state = jax.device_get((scale, state._replace(rule_state=())))
     consecutive, loss_scale = int(np.max(state.notfinite_count)), np.min(scale)
     skipped, steps = int(np.max(state.total_notfinite)), int(np.max(state.step_count))
+    if np.isnan(loss_scale):
+        raise LossScaleStalledError(
+            "the loss scale is NaN, so every step is skipped. (Restore an older "
+            "checkpoint, or call `set_loss_scale(opt_state, 2.0**15)`.)"
+        )
     if consecutive >= max_consecutive:
         raise LossScaleStalledError(
             f"the last {consecutive} steps were skipped (limit {max_consecutive}; "
@@ -154,8 +159,9 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         )
     if loss_scale <= 2.0**-24 and steps - skipped >= max_consecutive:
         warnings.warn(
-            f"the loss scale is {loss_scale:g}, at which float16 gradients are zero, "
-            f"so little is learnt; {skipped} of {steps} steps were skipped. {_ADVICE}",
+            f"the loss scale is {loss_scale:g}, at which most float16 gradients are "
+            f"zero, so little is learnt; {skipped} of {steps} steps were skipped. "
+            f"{_ADVICE}",
             stacklevel=2,
         )
 

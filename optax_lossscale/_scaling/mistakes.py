@@ -21,7 +21,12 @@ from optax_lossscale._ground.states import (
     MasterWeightsState,
     NoLossScaleRuleState,
 )
-from optax_lossscale._ground.tree import dtype_of, find_by_type, is_floating_array
+from optax_lossscale._ground.tree import (
+    dtype_of,
+    find_by_type,
+    is_floating_array,
+    is_wrapped,
+)
 from optax_lossscale._ground.types import PyTree
 from optax_lossscale._scaling.rules import LossScale, dynamic_loss_scale
 from optax_lossscale._scaling.state import find_loss_scale_state
@@ -50,13 +55,14 @@ _WRONG_SCALING = {
         "it, so they come out too small. (Compute them with "
         "`scaled_value_and_grad(loss_fn, opt_state)`, or differentiate "
         "`scale(loss, opt_state)`, in the same step and with the state that is given "
-        "to `update`.)"
+        "to `update`. Beside `scaled_backward` with a number, write "
+        "`loss_scaled(inner, static_loss_scale(1.0))`.)"
     ),
     "unscaled": (
         "`update` divides gradients by the loss scale, but these were divided by a "
-        "scale already, so they come out too small. (After `unscale`, call "
-        "`tx.update(..., grads_unscaled=True)`. Take out any other loss scaling, such "
-        "as a `DynamicScale`.)"
+        "scale already, so they come out too small. (After `unscale`, and beside "
+        "`scaled_backward`, call `tx.update(..., grads_unscaled=True)`. Take out any "
+        "other loss scaling, such as a `DynamicScale`.)"
     ),
 }
 
@@ -178,6 +184,31 @@ def check_not_nested(name: str, inner_state: PyTree) -> None:
         )
 
 
+def check_inner_state(inner_state: PyTree) -> None:
+    """Refuses what is no state of an optimizer, or one that is loss-scaled itself."""
+    check_not_nested("inner_state", inner_state)
+    # The state of `optax.contrib.sam` has a field of this name.
+    is_sam = isinstance(inner_state, optax.contrib.SAMState)
+    if hasattr(inner_state, "opt_state") and not is_sam:
+        raise TypeError(
+            "`inner_state` must be the state of an optimizer, got a "
+            f"{type(inner_state).__name__}. (Did you mean its `opt_state`?)"
+        )
+    if isinstance(inner_state, dict | list) and not find_by_type(inner_state, tuple):
+        raise TypeError(
+            "`inner_state` must be the state of an optimizer, got a "
+            f"{type(inner_state).__name__} without NamedTuples. (A checkpoint was "
+            "restored without a target: restore into a target, the state of the "
+            "optimizer that was saved.)"
+        )
+    if any(map(is_wrapped, jax.tree.leaves(inner_state, is_leaf=is_wrapped))):
+        raise TypeError(
+            "`inner_state` must hold arrays, got NNX variables. (Write `optimizer = "
+            "nnx.Optimizer(model, loss_scaled(inner), wrt=nnx.Param)`, and "
+            "`optimizer.opt_state = optimizer.opt_state._replace(inner_state=...)`.)"
+        )
+
+
 def check_rule(loss_scale: LossScale | None) -> LossScale:
     """Returns the rule, the default one for None."""
     rule = dynamic_loss_scale() if loss_scale is None else loss_scale
@@ -245,7 +276,7 @@ def check_state(state: PyTree, rule: LossScale, first: LossScaleState) -> None:
 
 
 _RULE_OF_STATE = {
-    "DynamicRuleState": "dynamic_loss_scale",
+    "DynamicRuleState": "dynamic_loss_scale or a preset",
     "FairseqRuleState": "presets.fairseq",
     "HeadroomRuleState": "headroom_loss_scale",
     "NoLossScaleRuleState": "no_loss_scale",

@@ -50,8 +50,8 @@ class LossScale(NamedTuple):
         `loss_scaled` the step does. `grads_finite`, `bool[]`, says whether the unscaled
         gradients were finite. `grads_max`, `f32[]`, is their largest magnitude, or
         infinity if any entry is nonfinite; it is passed only if `needs_grads_max=True`.
-      skips: Whether nonfinite steps are skipped. If False, nothing is checked: NaN and
-        infinity reach the optimizer.
+      skips: Whether nonfinite steps are skipped. If False, NaN and infinity reach the
+        optimizer, and gradients are read only if `needs_grads_max=True`.
       needs_grads_max: Whether `adjust` must be given `grads_max`.
 
     Example:
@@ -100,13 +100,16 @@ def shows_call(
         rule = factory(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        settings = ", ".join(
-            f"{key}={value!r}" for key, value in call.arguments.items()
-        )
+        given = call.arguments.items()
+        settings = ", ".join(f"{key}={_shown(value)}" for key, value in given)
         setattr(rule.adjust, "made_by", f"{name}({settings})")  # noqa: B010
         return rule
 
     return make
+
+
+def _shown(setting: object) -> str:
+    return getattr(setting, "__name__", repr(setting))  # Of a dtype its name.
 
 
 def make_rule(
@@ -280,7 +283,6 @@ def classic_rule(
     def change(
         state: LossScaleState, finite: jax.Array, grads_max: ArrayLike | None
     ) -> tuple[jax.Array, DynamicRuleState]:
-        del grads_max
         s, (n, h) = state.loss_scale, state.rule_state
         n = jnp.where(finite, n + 1, first_count)
         h = jnp.where(finite, h, jnp.maximum(h - 1, 0))
@@ -359,7 +361,6 @@ def no_loss_scale() -> LossScale:
 def _hold(
     state: LossScaleState, finite: jax.Array, grads_max: ArrayLike | None
 ) -> tuple[jax.Array, PyTree]:
-    del finite, grads_max
     return state.loss_scale, state.rule_state
 
 

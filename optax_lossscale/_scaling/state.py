@@ -65,9 +65,10 @@ def _find(tree: PyTree, path: str | None) -> tuple[KeyPath, LossScaleState]:
         hint = (
             "Pass the state that its `init` returns."
             if hasattr(tree, "init")  # An optimizer or a rule.
-            else "Wrap the optimizer: `loss_scaled(optimizer)`. If this is a "
-            "checkpoint that was restored without a target, restore into a target. If "
-            "it comes from `nnx.split` or `nnx.state`, pass the `nnx.Optimizer`."
+            else "Are the arguments swapped? Was the optimizer wrapped: "
+            "`loss_scaled(optimizer)`? If this is a checkpoint that was restored "
+            "without a target, restore into a target. If it comes from `nnx.split` or "
+            "`nnx.state`, pass the `nnx.Optimizer`."
         )
         raise ValueError(
             "the tree must hold a LossScaleState, got none in a tree of type "

@@ -24,7 +24,6 @@ from optax_lossscale._ground.states import (
 from optax_lossscale._ground.tree import (
     find_by_type,
     flags_of,
-    is_wrapped,
     keep_marked,
     strengthen,
     widen,
@@ -40,6 +39,7 @@ from optax_lossscale._scaling.masking import mask_results, zero_unless
 from optax_lossscale._scaling.mistakes import (
     check_arguments,
     check_dtypes,
+    check_inner_state,
     check_not_nested,
     check_rule,
     check_state,
@@ -86,13 +86,14 @@ def loss_scaled(
       unscale_mask: A pytree of bools that is a prefix of the gradients, or a function
         that makes one from them. Where it is False, nothing is unscaled or checked.
       check_updates: Whether nonfinite updates skip a step too; the scale then stays.
-        (A rule that never skips checks neither these nor `grads_finite`.)
+        (A rule that never skips does so neither for these nor for `grads_finite`.)
       grads_unscaled: The default of the argument of `update` with this name.
 
     Returns:
       A `GradientTransformationExtraArgs` with a `LossScaledState`. Its `update` passes
-      extra arguments on to `inner`. Gradients in them must be the true ones, such as
-      `grad=unscale(grads, opt_state)` for a line search. It has three of its own:
+      extra arguments on to `inner`. If they hold gradients, these must be the true
+      ones, such as `grad=unscale(grads, opt_state)` for a line search. It has three
+      more:
 
       * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: False means an overflow.
       * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False skips the step under
@@ -107,8 +108,8 @@ def loss_scaled(
     Warns:
       UserWarning: From `init`, if parameters in float16 have no masters. From `update`,
         if the same jitted function computed the gradients without the scale, or has
-        unscaled them already. (Neither is noticed outside `jit`, across two jitted
-        functions, and under rules that may keep the scale.)
+        unscaled them already. (It notices neither outside `jit`, nor across two
+        jitted functions, nor under rules that may keep the scale.)
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols
@@ -124,7 +125,7 @@ def loss_scaled(
     """
     rule = check_rule(loss_scale)
     optimizer = check_optimizer("inner", optax.identity() if inner is None else inner)
-    checks_updates = check_flag("check_updates", check_updates)
+    checks_updates = check_flag("check_updates", check_updates) and rule.skips
     are_unscaled = check_flag("grads_unscaled", grads_unscaled)
     expected = jax.eval_shape(rule.init)
     is_bare = isinstance(expected.rule_state, NoLossScaleRuleState)
@@ -184,10 +185,11 @@ def loss_scaled(
         if may_skip := rule.skips or accept is not None:
             grads = zero_unless(applied, grads)
         inner_params = parameters_of(params)
+        # `master_weights` must see which parameters are in half precision.
         if not (is_bare or find_by_type(old_inner, MasterWeightsState)):
             inner_params = jax.tree.map(widen, inner_params)
         run = functools.partial(optimizer.update, **extra_args)
-        if checks_updates and rule.skips:
+        if checks_updates:
             new_updates, new_inner = run(grads, old_inner, inner_params)
             accepted &= is_finite(keep_marked(scaled_mask, new_updates), axis_name)
             applied &= accepted
@@ -256,24 +258,5 @@ def adopt_inner_state(
       >>> ols.get_loss_scale(ols.adopt_inner_state(saved))
       Array(32768., dtype=float32)
     """
-    check_not_nested("inner_state", inner_state)
-    # The state of `optax.contrib.sam` has a field of this name.
-    is_sam = isinstance(inner_state, optax.contrib.SAMState)
-    if hasattr(inner_state, "opt_state") and not is_sam:
-        raise TypeError(
-            "`inner_state` must be the state of an optimizer, got a "
-            f"{type(inner_state).__name__}. (Did you mean its `opt_state`?)"
-        )
-    if isinstance(inner_state, dict | list) and not find_by_type(inner_state, tuple):
-        raise TypeError(
-            "`inner_state` must be the state of an optimizer, got a "
-            f"{type(inner_state).__name__} without NamedTuples. (A checkpoint was "
-            "restored without a target: restore into a target, `inner.init(params)`.)"
-        )
-    if any(map(is_wrapped, jax.tree.leaves(inner_state, is_leaf=is_wrapped))):
-        raise TypeError(
-            "`inner_state` must hold arrays, got NNX variables. (Write `optimizer = "
-            "nnx.Optimizer(model, loss_scaled(inner), wrt=nnx.Param)`, and "
-            "`optimizer.opt_state = optimizer.opt_state._replace(inner_state=...)`.)"
-        )
+    check_inner_state(inner_state)
     return LossScaledState(check_rule(loss_scale).init(), inner_state)

@@ -121,7 +121,7 @@ class DynamicScale(struct.PyTreeNode):
         pytree_node=False, default=SMALLEST_SCALE
     )
     # JAX 0.10 compares two dataclasses by their settings alone. Without a setting that
-    # Flax's class lacks, a function that was compiled for one may be run for the other.
+    # Flax's class lacks, a function compiled for one class may be run for the other.
     _package: str = struct.field(
         pytree_node=False, default="optax_lossscale", repr=False, kw_only=True
     )

@@ -195,8 +195,8 @@ def keras(
 ) -> LossScale:
     """The rule of Keras 3's `LossScaleOptimizer`; see `presets` for its settings.
 
-    R's `optimizer_loss_scale` has it too. `optax_lossscale.loss_scale_optimizer` has
-    the whole signature, over any Optax optimizer.
+    R's `optimizer_loss_scale` has the same rule. The whole signature, over any Optax
+    optimizer, is that of `optax_lossscale.loss_scale_optimizer`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -288,7 +288,7 @@ def mindspore_dynamic(
 ) -> LossScale:
     """The rule of MindSpore's `amp.DynamicLossScaler`; see `presets` for its settings.
 
-    `DynamicLossScaleManager` has it too.
+    `DynamicLossScaleManager` has the same rule.
 
     Departure: MindSpore accepts a `scale_factor` of 1 or less, which would exchange
     growth and backoff; here it is refused.
@@ -440,7 +440,6 @@ def fairseq(
     def change(
         state: LossScaleState, finite: jax.Array, grads_max: ArrayLike | None
     ) -> tuple[jax.Array, FairseqRuleState]:
-        del grads_max
         s, (n, r, o) = state.loss_scale, state.rule_state
         n, r = optax.safe_increment(n), optax.safe_increment(r)
         o = jnp.where(finite, o, optax.safe_increment(o))

@@ -195,6 +195,14 @@ def test_gradients_that_were_never_scaled_are_warned_of_under_every_rule(rule):
         trace(step_of(true, tx), PARAMS, tx.init(PARAMS), X)
 
 
+@pytest.mark.parametrize("make", [ols.scaled_grad, ols.scaled_value_and_grad])
+def test_the_warning_names_the_line_that_calls_the_gradient_function(make):
+    grad_fn = make(loss_fn, STATE)
+    with pytest.warns(UserWarning, match="a constant of this") as caught:
+        trace(lambda p: grad_fn(p, X), PARAMS)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_the_warning_names_the_line_that_calls_update():
     with pytest.warns(UserWarning, match="computed without it") as caught:
         trace(lambda p, s: TX.update(true(p, s, X), s, p), PARAMS, STATE)

@@ -95,7 +95,7 @@ def test_several_states_are_refused_with_their_paths(use):
 @pytest.mark.parametrize(
     ("tree", "hint"),
     [
-        (optax.adam(0.1).init(PARAMS), r"Wrap the optimizer: `loss_scaled\(optim"),
+        (optax.adam(0.1).init(PARAMS), r"wrapped: `loss_scaled\(optim"),
         (TX, "Pass the state that its `init` returns"),
         (None, "restore into a target"),
     ],
