@@ -72,10 +72,15 @@ def is_finite(
     tree: PyTree, axis_name: AxisName | None, grads_finite: ArrayLike = True
 ) -> jax.Array:
     """`all_finite`, and also False if a flag is."""
-    groups = _of_one_shape(_real_arrays(tree))
-    # Reference: `[lax.is_finite(array).all() for array in _real_arrays(tree)]`.
+    finite = _are_finite(_of_one_shape(_real_arrays(tree))) & grads_finite
+    return on_all_devices(finite, axis_name)
+
+
+@jax.jit  # Here and below, so that outside `jit` it is one dispatch.
+def _are_finite(groups: list[list[jax.Array]]) -> jax.Array:
+    # Reference: `[lax.is_finite(a).all() for group in groups for a in group]`.
     parts = [reduce(lax.bitwise_and, map(lax.is_finite, g)).all() for g in groups]
-    return on_all_devices(jnp.stack([*parts, grads_finite]).all(), axis_name)
+    return jnp.stack([*parts, True]).all()
 
 
 def largest_magnitude(
@@ -84,11 +89,16 @@ def largest_magnitude(
     """`max_magnitude`, and also infinity if a flag is False."""
     # A maximum over devices has no derivative.
     arrays = [lax.stop_gradient(array) for array in _real_arrays(tree)]
-    groups = _of_one_shape(arrays)
-    # Reference: `[_magnitude(array).max() for array in _real_arrays(tree)]`.
+    largest = _largest(_of_one_shape(arrays))
+    largest = jnp.where(grads_finite, largest, jnp.inf)
+    return _over_axes(lax.pmax, largest, axis_name)
+
+
+@jax.jit
+def _largest(groups: list[list[jax.Array]]) -> jax.Array:
+    # Reference: `[_magnitude(a).max() for group in groups for a in group]`.
     parts = [reduce(lax.max, map(_magnitude, group)).max() for group in groups]
-    flag = jnp.where(grads_finite, jnp.float32(0.0), jnp.inf)
-    return _over_axes(lax.pmax, jnp.stack([*parts, flag]).max(), axis_name)
+    return jnp.stack([*parts, jnp.float32(0.0)]).max()
 
 
 def on_all_devices(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:

@@ -183,7 +183,7 @@ def loss_scaled(
         # Update. On a bad step the gradients are zeros, so that no NaN is seen, and the
         # results are masked. (`lax.cond` would diverge between devices, jax #40823.)
         if may_skip := rule.skips or accept is not None:
-            grads = zero_unless(applied, grads)
+            grads = jax.jit(zero_unless)(applied, grads)  # One dispatch outside `jit`.
         inner_params = parameters_of(params)
         # `master_weights` must see which parameters are in half precision.
         if not (is_bare or find_by_type(old_inner, MasterWeightsState)):

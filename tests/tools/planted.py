@@ -296,7 +296,7 @@ FAULTS["test_wrapper.py"] = {
         )
     ],
     "inner_optimizer_sees_nan": [
-        Edit(UPDATE, "grads = zero_unless(applied, grads)", "pass")
+        Edit(UPDATE, "grads = jax.jit(zero_unless)(applied, grads)", "pass")
     ],
     "unscale_mask_inverted": [
         Edit(
