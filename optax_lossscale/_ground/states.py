@@ -31,8 +31,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. The factor for the next loss.
-      last_finite: `bool[]`. True if the last step was applied, False if it was skipped.
-        `where_applied` reads it.
+      last_finite: `bool[]`. True if the last step was applied, False if it was skipped,
+        for whatever reason. `where_applied` reads it.
       notfinite_count: `i32[]`, steps. How many steps in a row were skipped up to now.
       total_notfinite: `i32[]`, steps. How many steps were skipped in all.
       step_count: `i32[]`, steps. How many steps were taken or skipped.

@@ -182,7 +182,8 @@ def loss_scaled(
 
         # Update. On a bad step the gradients are zeros, so that no NaN is seen, and the
         # results are masked. (`lax.cond` would diverge between devices, jax #40823.)
-        if may_skip := rule.skips or accept is not None:
+        may_skip = rule.skips or accept is not None
+        if may_skip:
             grads = jax.jit(zero_unless)(applied, grads)  # One dispatch outside `jit`.
         inner_params = parameters_of(params)
         # `master_weights` must see which parameters are in half precision.
@@ -190,6 +191,7 @@ def loss_scaled(
             inner_params = jax.tree.map(widen, inner_params)
         run = functools.partial(optimizer.update, **extra_args)
         if checks_updates:
+            # The verdict on the updates comes too late to mask anything early.
             new_updates, new_inner = run(grads, old_inner, inner_params)
             accepted &= is_finite(keep_marked(scaled_mask, new_updates), axis_name)
             applied &= accepted
