@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the wheel and the sdist. Each installs in a bare environment, with nothing but
 # JAX and Optax, and passes its doctests there; those of `plotting` with the extra `plot`,
-# and those of `compat.flax` and `compat.numpyro` with Flax and NumPyro. Then each passes
-# README's two commands on the oldest and the newest Python, which takes half an hour, or
-# on those that are given: tests/tools/release.sh python3.13
+# and those of `compat.flax` with Flax. Then each passes README's two commands on the
+# oldest and the newest Python, which takes half an hour, or on those that are given:
+# tests/tools/release.sh python3.13
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,11 +23,11 @@ for built in dist/*; do
   python3.11 -m venv --clear bare
   bare/bin/pip install -q "$built" pytest
   doctests --pyargs optax_lossscale --ignore-glob='*/plotting' \
-    --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py' --ignore-glob='*/compat/numpyro.py'
+    --ignore-glob='*/demo.py' --ignore-glob='*/compat/flax.py'
   bare/bin/pip install -q "$built[plot]"
   doctests --pyargs optax_lossscale.plotting
-  bare/bin/pip install -q flax numpyro
-  doctests --pyargs optax_lossscale.compat.flax optax_lossscale.compat.numpyro
+  bare/bin/pip install -q flax
+  doctests --pyargs optax_lossscale.compat.flax
 done
 
 tar xf dist/*.tar.gz
