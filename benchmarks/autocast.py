@@ -22,7 +22,7 @@ from _lib.plain_models import MODELS as STEPS
 from _lib.steps import run_ours, with_wide_gradients
 from _lib.tables import add_outputs, publish, versions
 from optax_lossscale._autocast.products import PRODUCTS, low_product_p
-from optax_lossscale._programs.jaxprs import equations_of
+from optax_lossscale._autocast.programs import equations_of
 
 LOSS_SCALE = 2.0**10
 

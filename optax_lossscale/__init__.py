@@ -77,6 +77,7 @@ import importlib as _importlib
 import typing as _typing
 
 from optax_lossscale import presets
+from optax_lossscale._autocast import context as _context  # noqa: F401
 from optax_lossscale._ground.states import LossScaledState, LossScaleState
 from optax_lossscale._masters.cast_params import cast_params
 from optax_lossscale._masters.master_weights import master_weights

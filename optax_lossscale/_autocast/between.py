@@ -15,12 +15,11 @@ from weakref import WeakKeyDictionary
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale._autocast.follow import look_into
+from optax_lossscale._autocast.jax_internals import scan_counts
 from optax_lossscale._autocast.loops import body_that_saves_less
 from optax_lossscale._autocast.products import Factor, low_product_p
-from optax_lossscale._ground.tree import are_same
-from optax_lossscale._programs.follow import look_into
-from optax_lossscale._programs.jax_internals import scan_counts
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.programs import (
     Program,
     changed_once,
     is_floating_variable,
@@ -29,6 +28,7 @@ from optax_lossscale._programs.jaxprs import (
     with_equations,
     with_programs,
 )
+from optax_lossscale._ground.tree import are_same
 
 
 class FactorRule:

@@ -2,20 +2,19 @@
 
 JAX does not reuse what it traced in another context. So a jitted function is traced
 once for each low dtype, and anew for each record. A thread has a context of its own.
+The package imports this file at once: a context that is made while JAX traces a
+function would have it traced again.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
-from optax_lossscale._autocast.levels import Settings
-
-# The program of a call, as it was traced, and how it is rewritten. O0 has no program.
-Call: TypeAlias = tuple[core.Jaxpr | None, Settings]
+# The program of a call, as it was traced, and its `Settings`. O0 has no program.
+Call: TypeAlias = tuple[Any, Any]
 
 
 class Context(NamedTuple):

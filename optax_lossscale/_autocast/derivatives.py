@@ -16,6 +16,12 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
+from optax_lossscale._autocast.jax_internals import (
+    jet,
+    jet_rules,
+    name_p,
+    register_nan_check,
+)
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
@@ -26,14 +32,8 @@ from optax_lossscale._autocast.products import (
     product_of,
     to_low,
 )
+from optax_lossscale._autocast.programs import aval_of, bind, read
 from optax_lossscale._ground.types import Arrays
-from optax_lossscale._programs.jax_internals import (
-    jet,
-    jet_rules,
-    name_p,
-    register_nan_check,
-)
-from optax_lossscale._programs.jaxprs import aval_of, bind, read
 
 Aval: TypeAlias = jax.core.ShapedArray
 Tangent: TypeAlias = jax.Array | ad.Zero

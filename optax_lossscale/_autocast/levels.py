@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
+from optax_lossscale._autocast.programs import scope_of, user_line, where_written
 from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale._ground.nnx import flax_nnx
 from optax_lossscale._ground.normalization import in_normalization
 from optax_lossscale._ground.tree import path_name
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jaxprs import scope_of, user_line, where_written
 
 HIGH = "`high`"  # The reason why a product stays as written.
 LEVELS = ("O0", "O1", "O2", "O3")

@@ -30,7 +30,7 @@ from jax.extend.core.primitives import (
 )
 
 from optax_lossscale._autocast.products import FLOAT32
-from optax_lossscale._programs.jaxprs import Atom, aval_of
+from optax_lossscale._autocast.programs import Atom, aval_of
 
 _LOOKUPS = (gather_p, dynamic_slice_p)
 _INTO_INDICES = {

@@ -13,15 +13,14 @@ import jax
 from jax.extend import core
 from jax.extend.core import primitives as p
 
-from optax_lossscale._autocast.products import PRODUCTS, low_product_p
-from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jax_internals import (
+from optax_lossscale._autocast.jax_internals import (
     NEWER_ELEMENTWISE,
     pvary_p,
     remat_p,
     split_p,
 )
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.products import PRODUCTS, low_product_p
+from optax_lossscale._autocast.programs import (
     Program,
     aval_of,
     bind,
@@ -30,6 +29,7 @@ from optax_lossscale._programs.jaxprs import (
     jaxpr_of,
     with_equations,
 )
+from optax_lossscale._ground.types import PyTree
 
 # One entry of the result takes one entry of each operand.
 ELEMENTWISE = frozenset(

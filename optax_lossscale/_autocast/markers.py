@@ -17,10 +17,10 @@ from jax.extend import core, source_info_util
 from jax.typing import DTypeLike
 
 from optax_lossscale._autocast.context import context, traced_for
+from optax_lossscale._autocast.programs import scopes_of
 from optax_lossscale._ground.nnx import map_leaves
 from optax_lossscale._ground.tree import are_same
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jaxprs import scopes_of
 
 _FULL, _LOW = "optax_lossscale.full_precision", "optax_lossscale.low_precision"
 _REASONS = {_FULL: "full_precision", _LOW: "low_precision"}

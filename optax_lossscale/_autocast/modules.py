@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.jax_internals import linen_modules_around
 from optax_lossscale._ground.nnx import (
     flatten,
     flax_nnx,
@@ -28,7 +29,6 @@ from optax_lossscale._ground.nnx import (
 )
 from optax_lossscale._ground.tree import are_same
 from optax_lossscale._ground.types import Arrays, PyTree
-from optax_lossscale._programs.jax_internals import linen_modules_around
 
 _TAG = "optax_lossscale.autocast"
 _EMPTY = types.CellType()  # Of a variable that is not assigned yet.

@@ -24,8 +24,8 @@ from jax.extend import core
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.interpreters import mlir
 
-from optax_lossscale._programs.jax_internals import ragged_dot_general_p
-from optax_lossscale._programs.jaxprs import bind
+from optax_lossscale._autocast.jax_internals import ragged_dot_general_p
+from optax_lossscale._autocast.programs import bind
 
 PRODUCTS = (
     dot_general_p,

@@ -15,10 +15,10 @@ from optax_lossscale._autocast.modules import (
     trace_call,
     variables_kept,
 )
+from optax_lossscale._autocast.programs import aval_of, user_line, where_written
 from optax_lossscale._autocast.rewrite import Found, products_of
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jaxprs import aval_of, user_line, where_written
 
 
 class _Row(NamedTuple):

@@ -23,8 +23,18 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from optax_lossscale._autocast import derivatives as derivatives  # Adds rules to JAX.
 from optax_lossscale._autocast.between import with_low_gradients
 from optax_lossscale._autocast.context import traced_for
+from optax_lossscale._autocast.jax_internals import (
+    BACKWARD_RULE,
+    BATCHING_RULE,
+    KERNELS,
+    TRACED_RULES,
+    TRANSPOSE_RULE,
+    pvary_p,
+    with_changed_result,
+)
 from optax_lossscale._autocast.levels import HIGH, Settings
 from optax_lossscale._autocast.lookups import wide_lookup
 from optax_lossscale._autocast.markers import reason_of_marker
@@ -35,18 +45,7 @@ from optax_lossscale._autocast.products import (
     low_product_p,
     product_of,
 )
-from optax_lossscale._ground.tree import are_same
-from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jax_internals import (
-    BACKWARD_RULE,
-    BATCHING_RULE,
-    KERNELS,
-    TRACED_RULES,
-    TRANSPOSE_RULE,
-    pvary_p,
-    with_changed_result,
-)
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.programs import (
     Atom,
     Program,
     aval_of,
@@ -61,6 +60,8 @@ from optax_lossscale._programs.jaxprs import (
     with_equations,
     with_programs,
 )
+from optax_lossscale._ground.tree import are_same
+from optax_lossscale._ground.types import PyTree
 
 _DEFAULT_PRECISIONS = (
     None,

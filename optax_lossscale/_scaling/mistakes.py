@@ -40,7 +40,7 @@ def warn_of_scaling(grads: PyTree, params: PyTree, state: LossScaleState) -> Non
     if not (isinstance(state.loss_scale, jax.core.Tracer) and _moves(state)):
         return
     try:
-        from optax_lossscale._programs.dependence import scaling_of
+        from optax_lossscale._scaling.dependence import scaling_of
     except ImportError:  # What JAX does not promise to keep is gone.
         return
     leaves = jax.tree.leaves(grads), jax.tree.leaves(params)
@@ -73,7 +73,7 @@ def warn_if_constant(state: PyTree) -> None:
     if not _moves(loss_scale_state):
         return
     try:
-        from optax_lossscale._programs.dependence import is_constant_under_jit
+        from optax_lossscale._scaling.dependence import is_constant_under_jit
     except ImportError:
         return
     if is_constant_under_jit(loss_scale_state.loss_scale):

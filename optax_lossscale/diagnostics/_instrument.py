@@ -20,10 +20,9 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.typing import ArrayLike
 
+from optax_lossscale._autocast.jax_internals import KERNELS, name_p
 from optax_lossscale._autocast.products import FLOAT32, low_product_p
-from optax_lossscale._ground.types import Arrays
-from optax_lossscale._programs.jax_internals import KERNELS, name_p
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.programs import (
     Atom,
     Program,
     aval_of,
@@ -35,6 +34,7 @@ from optax_lossscale._programs.jaxprs import (
     with_equations,
     with_programs,
 )
+from optax_lossscale._ground.types import Arrays
 from optax_lossscale.diagnostics._operation import (
     Context,
     Entry,

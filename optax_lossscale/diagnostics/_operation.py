@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 
 from optax_lossscale._autocast.loops import ELEMENTWISE
 from optax_lossscale._autocast.products import low_product_p
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.programs import (
     Atom,
     aval_of,
     bind,

@@ -22,6 +22,7 @@ from optax_lossscale._autocast.modules import (
     trace_call,
     variables_kept,
 )
+from optax_lossscale._autocast.programs import place_in
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_concrete, check_scale
 from optax_lossscale._ground.nnx import map_leaves, modules_of
@@ -31,7 +32,6 @@ from optax_lossscale._ground.tree import (
     is_floating_array,
 )
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._programs.jaxprs import place_in
 from optax_lossscale._scaling.grad import scaled_value_and_grad
 from optax_lossscale._scaling.rules import static_loss_scale
 from optax_lossscale.diagnostics._instrument import (

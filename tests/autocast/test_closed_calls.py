@@ -15,7 +15,7 @@ from jax.custom_derivatives import linear_call
 
 import optax_lossscale as ols
 from helpers.under_autocast import assert_close
-from optax_lossscale._programs.jaxprs import is_closed_call, with_programs
+from optax_lossscale._autocast.programs import is_closed_call, with_programs
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 4
 X = jax.random.normal(jax.random.key(1), (4, 8))

@@ -17,7 +17,7 @@ from jax.extend import core
 import optax_lossscale as ols
 from helpers.places import place_of
 from helpers.under_autocast import W, X, dtypes_of, own_layer, products_of
-from optax_lossscale._programs.jaxprs import scope_of, user_line
+from optax_lossscale._autocast.programs import scope_of, user_line
 
 
 def model(w, x):

@@ -1,4 +1,4 @@
-"""What `_programs/jax_internals.py` needs of JAX and Flax is there.
+"""What `_autocast/jax_internals.py` needs of JAX and Flax is there.
 
 Run this file first with a new JAX. The docstring of a test that fails says what to do,
 and what is lost if nothing is done. The package is imported only where it has to be, so
@@ -65,7 +65,7 @@ def test_a_primitive_is_where_it_is_imported_from_and_still_in_use(module, name,
 
 def test_shard_map_marks_arrays_that_vary_by_a_primitive_that_is_known():
     """Else add the new one to `_CHEAP`, or every loop saves what it marks."""
-    from optax_lossscale._programs.jax_internals import pvary_p
+    from optax_lossscale._autocast.jax_internals import pvary_p
 
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), ("i",), auto, devices=jax.devices()[:1])
@@ -79,7 +79,7 @@ def test_shard_map_marks_arrays_that_vary_by_a_primitive_that_is_known():
 
 def test_kernels_have_the_names_that_are_known():
     """Else add the name to KERNELS: programs inside must not be rewritten."""
-    from optax_lossscale._programs.jax_internals import KERNELS
+    from optax_lossscale._autocast.jax_internals import KERNELS
 
     def kernel(x_ref, y_ref):
         y_ref[...] = x_ref[...]
@@ -98,7 +98,7 @@ def test_derivative_rules_are_parameters_with_the_names_that_are_known(fun, name
     Without them products of these rules stay in float32. If rules are no longer
     `linear_util.WrappedFun`, change `with_changed_result` as well.
     """
-    from optax_lossscale._programs import jax_internals as internals
+    from optax_lossscale._autocast import jax_internals as internals
 
     params = first_equation(fun, X).params.items()
     found = {name for name, value in params if hasattr(value, "call_wrapped")}
@@ -107,7 +107,7 @@ def test_derivative_rules_are_parameters_with_the_names_that_are_known(fun, name
 
 def test_a_rule_can_be_replaced_by_another_of_its_kind():
     """Else see how `jax.custom_vjp` makes its `bwd`, and do so where this fails."""
-    from optax_lossscale._programs.jax_internals import with_changed_result
+    from optax_lossscale._autocast.jax_internals import with_changed_result
 
     rule = first_equation(by_vjp, X).params["bwd"]
     assert hasattr(rule, "call_wrapped")
@@ -131,7 +131,7 @@ def test_checkify_has_a_table_of_checks_with_one_for_products():
 
 def test_scopes_can_be_told_from_transformations():
     """Else correct `is_scope`; without it `high=` and the reports know no scopes."""
-    from optax_lossscale._programs.jax_internals import is_scope
+    from optax_lossscale._autocast.jax_internals import is_scope
 
     def fun(x):
         with jax.named_scope("scope"):
@@ -144,7 +144,7 @@ def test_scopes_can_be_told_from_transformations():
 
 def test_an_equation_has_the_lines_that_it_was_traced_in():
     """Else correct `frames_of` and `line_of`; without them reports say no lines."""
-    from optax_lossscale._programs.jax_internals import frames_of, line_of
+    from optax_lossscale._autocast.jax_internals import frames_of, line_of
 
     def fun(x):
         return lax.sin(x)
@@ -160,7 +160,7 @@ def test_linen_knows_the_module_whose_method_is_running():
 
     Without it a closure in a Linen module loses its statistics.
     """
-    from optax_lossscale._programs.jax_internals import linen_modules_around
+    from optax_lossscale._autocast.jax_internals import linen_modules_around
 
     found = []
 
@@ -178,8 +178,8 @@ def test_a_traced_array_knows_the_equation_that_made_it():
 
     Without it `update` does not warn of unscaled gradients.
     """
-    from optax_lossscale._programs.jax_internals import equation_of
-    from optax_lossscale._programs.jaxprs import is_transposed
+    from optax_lossscale._autocast.jax_internals import equation_of
+    from optax_lossscale._autocast.programs import is_transposed
 
     @jax.make_jaxpr
     def trace(x):
@@ -200,7 +200,7 @@ def test_a_branch_knows_the_program_around_it():
 
     Without it `update` in a branch does not warn of unscaled gradients.
     """
-    from optax_lossscale._programs.jax_internals import program_around
+    from optax_lossscale._autocast.jax_internals import program_around
 
     def branch(y):
         equations, inputs = program_around(y)
@@ -217,7 +217,7 @@ def test_a_branch_knows_the_program_around_it():
 
 def test_a_traced_array_that_is_closed_over_or_in_a_batch_has_an_origin():
     """Else correct `origin_of`, and `traces_around`. Numbers are in `constant_of`."""
-    from optax_lossscale._programs.jax_internals import (
+    from optax_lossscale._autocast.jax_internals import (
         constant_of,
         equation_of,
         origin_of,

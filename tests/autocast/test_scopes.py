@@ -7,7 +7,7 @@ from jax import lax
 
 import optax_lossscale as ols
 from helpers.under_autocast import W, X, products_of
-from optax_lossscale._programs.jaxprs import scope_of
+from optax_lossscale._autocast.programs import scope_of
 
 
 def scopes_of_products(fun):

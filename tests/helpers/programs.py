@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from optax_lossscale._programs.jaxprs import equations_of as equations_of
+from optax_lossscale._autocast.programs import equations_of as equations_of
 
 
 def casts_left_out_on_gpu(function, *args):

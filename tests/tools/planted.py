@@ -35,7 +35,7 @@ MASKING, EARLY = "_scaling/masking.py", "_scaling/early_masks.py"
 UPDATE, STATE = "_scaling/wrapper.py", "_scaling/state.py"
 GRAD, BACKWARD = "_scaling/grad.py", "_scaling/backward.py"
 METRICS, MISTAKES = "_scaling/metrics.py", "_scaling/mistakes.py"
-DEPENDENCE, MASTERS = "_programs/dependence.py", "_masters/master_weights.py"
+DEPENDENCE, MASTERS = "_scaling/dependence.py", "_masters/master_weights.py"
 TREE, PARAMETERS, NNX = "_ground/tree.py", "_ground/parameters.py", "_ground/nnx.py"
 HALVES = "(jnp.float16, jnp.bfloat16)"
 

@@ -11,8 +11,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from jax.extend import core
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
-from optax_lossscale._programs.jax_internals import scan_counts
-from optax_lossscale._programs.jaxprs import (
+from optax_lossscale._autocast.jax_internals import scan_counts
+from optax_lossscale._autocast.programs import (
     Atom,
     Program,
     consts_of,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from helpers.programs import equations_of
-from optax_lossscale._programs.jaxprs import bind, with_programs
+from optax_lossscale._autocast.programs import bind, with_programs
 
 
 def names_in(function, *args):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import div_p, mul_p
 
-from optax_lossscale._programs.follow import look_into
-from optax_lossscale._programs.jax_internals import (
+from optax_lossscale._autocast.follow import look_into
+from optax_lossscale._autocast.jax_internals import (
     constant_of,
     equation_of,
     origin_of,
@@ -16,7 +16,7 @@ from optax_lossscale._programs.jax_internals import (
     trace_of,
     traces_around,
 )
-from optax_lossscale._programs.jaxprs import equations_of, is_transposed, programs_of
+from optax_lossscale._autocast.programs import equations_of, is_transposed, programs_of
 
 _BRANCHES = ("cond", "switch")
 _LOOPS = ("fori_loop", "scan", "while_body")

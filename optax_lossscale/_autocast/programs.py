@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from optax_lossscale._ground.tree import are_same
-from optax_lossscale._programs.jax_internals import (
+from optax_lossscale._autocast.jax_internals import (
     NO_RULES,
     frames_of,
     is_closed_call,
@@ -24,6 +23,7 @@ from optax_lossscale._programs.jax_internals import (
     line_of,
     with_attributes,
 )
+from optax_lossscale._ground.tree import are_same
 
 # An input of an equation.
 Atom: TypeAlias = core.Var | core.Literal
@@ -31,8 +31,8 @@ Program: TypeAlias = core.Jaxpr | core.ClosedJaxpr
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
+_AUTOCAST = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_AUTOCAST = os.path.join(_PACKAGE, "_autocast") + os.sep
 # Scopes that JAX adds in checkpoints, and those of markers for autocast.
 _NOT_SHOWN = ("checkpoint", "rematted_computation")
 _NO_SCOPES = ("optax_lossscale.", "*")
