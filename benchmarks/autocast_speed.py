@@ -99,6 +99,19 @@ def nnx_modules(layers: int) -> Case:
     return loss_fn, params, jnp.ones((BATCH, LENGTH, WIDTH))
 
 
+def nested_loss(depth: int) -> Callable[..., jax.Array]:
+    """Makes a loss of loops in loops, with one product in the innermost."""
+
+    def run(w: jax.Array, x: jax.Array, depth: int) -> jax.Array:
+        if depth == 0:
+            return jnp.tanh(x @ w)
+        return jax.lax.scan(
+            lambda x, _: (run(w, x, depth - 1), None), x, None, length=2
+        )[0]
+
+    return lambda w, x: jnp.mean(run(w, x, depth))
+
+
 def product(w: jax.Array, x: jax.Array) -> jax.Array:
     """Applies one product and one relu: the smallest layer there is."""
     return jax.nn.relu(x @ w)
@@ -153,6 +166,29 @@ def tracing_rows(layers: int, rounds: int) -> list[dict[str, str]]:
     ]
 
 
+def nested_rows(rounds: int) -> list[dict[str, str]]:
+    """Compares how long it takes to trace loops in loops."""
+    x, w = jnp.ones((8, 16)), jnp.full((16, 16), 0.1)
+    passes: dict[str, Callable[..., Any]] = {
+        "forward": lambda fun: fun,
+        "gradient": jax.grad,
+    }
+
+    def trace(depth: int, around: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: jax.jit(around(nested_loss(depth))).trace(w, x) and None
+
+    return [
+        {"depth": str(depth), "pass": name}
+        | compare(
+            trace(depth, around),
+            trace(depth, lambda fun, around=around: around(ols.autocast(fun))),
+            3 * rounds,
+        )
+        for depth in (1, 3, 6)
+        for name, around in passes.items()
+    ]
+
+
 def eager_rows(rounds: int) -> list[dict[str, str]]:
     """Compares calls outside `jit`."""
     x, w = jnp.ones((8, 64)), jnp.full((64, 64), 0.01)
@@ -182,6 +218,7 @@ def main() -> None:
     use_host_cpu()
     tables = {
         "Tracing the gradient": tracing_rows(arguments.layers, arguments.rounds),
+        "Tracing nested loops": nested_rows(arguments.rounds),
         "Calls outside jit": eager_rows(arguments.rounds),
     }
     publish(f"{versions()}; {arguments.layers} layers", tables, arguments)

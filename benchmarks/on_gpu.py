@@ -33,12 +33,12 @@ import jax
 import jax.numpy as jnp
 
 from _lib.costs import compile_step
+from _lib.files import check_output_file
 from _lib.large_models import MODELS
 from _lib.step_times import Measured, measure, random_like
 from _lib.steps import Step, batch_size, fitting, make_step, with_batch
 from _lib.tables import text_of, versions
 from _lib.update_times import compare
-from optax_lossscale.plotting._files import check_output_file
 
 Row = dict[str, str]
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from _lib.files import check_output_file
 from optax_lossscale.demo import MLP, load_data
-from optax_lossscale.plotting._files import check_output_file
 
 STEPS = 2000
 FILE = pathlib.Path(__file__).with_name("traces.npz")

@@ -23,9 +23,9 @@ import numpy as np
 from jax.scipy.stats import norm
 
 import optax_lossscale as ols
+from _lib.files import check_picture_file
 from _lib.tables import add_outputs, publish, versions
 from optax_lossscale.plotting._axes import BLUE, RED
-from optax_lossscale.plotting._files import check_picture_file
 
 STEPS, SEEDS = 20_000, 10
 FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)

@@ -1,7 +1,6 @@
 """The demo: float16 alone fails; with a loss scale it trains as well as float32.
 
-    python -m optax_lossscale.demo [--seed N ...] [--steps N] [--rule NAME] [--autocast]
-        [--json FILE] [--plot FILE]
+    python -m optax_lossscale.demo [--seed N ...] [--steps N] [--autocast] [--plot FILE]
 
 It trains the same network on scikit-learn's digits (1,797 real 8x8 images) in five
 variants, which differ in dtype and loss scale. Nothing is scaled down to make float16
@@ -14,9 +13,7 @@ zero, and its "final scale" is the one that the next step would use.
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +24,10 @@ from jax.flatten_util import ravel_pytree
 
 import optax_lossscale as ols
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale.plotting._files import check_output_file, check_picture_file
 
 try:
     import flax.linen as nn
-    import matplotlib.pyplot
+    import matplotlib.pyplot as plt
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 except ImportError as error:
@@ -47,26 +43,12 @@ STATIC_SCALE_NOTE = f"""\
 float16_static always scales by {STATIC_SCALE:g}, as Micikevicius et al. (2018,
 https://arxiv.org/abs/1710.03740) did to train the detector Multibox SSD."""
 TIMES_COUNTED = 20  # In a run, how often flushed gradient entries are counted.
-
-RULES = {
-    "dynamic": ols.dynamic_loss_scale(growth_interval=200),
-    "headroom": ols.headroom_loss_scale(),
-}
 VARIANTS: dict[str, tuple[jax.typing.DTypeLike, ols.LossScale]] = {
     "float32": (jnp.float32, ols.no_loss_scale()),
     "float16": (jnp.float16, ols.no_loss_scale()),
     "float16_static": (jnp.float16, ols.static_loss_scale(STATIC_SCALE)),
-    "float16_dynamic": (jnp.float16, RULES["dynamic"]),
+    "float16_dynamic": (jnp.float16, ols.dynamic_loss_scale(growth_interval=200)),
     "bfloat16": (jnp.bfloat16, ols.no_loss_scale()),
-}
-
-COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
-    "test accuracy": lambda results: f"{results['accuracy']:.3f}",
-    "final loss": lambda results: f"{results['final_loss']:.4f}",
-    "skipped steps": lambda results: f"{results['skipped_steps']}",
-    # In backticks, or `2**3 2**3` would turn bold.
-    "final scale": lambda results: f"`2**{np.log2(results['final_scale']):g}`",
-    "flushed to zero": lambda results: f"{results['flushed_to_zero']:.1%}",
 }
 
 
@@ -78,16 +60,16 @@ class Data(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One training run.
+    """One training run: the cells of the table, and what the picture shows.
 
     Attributes:
-      results: The figures of the table, by their names in the JSON file.
+      results: The cells, by the titles of their columns.
       losses: The loss of each step, `f32[steps]`.
       loss_scales: The scale that each step used, and at the end the final scale, which
         the next step would use, `f32[steps + 1]`.
     """
 
-    results: dict[str, float]
+    results: dict[str, str]
     losses: np.ndarray
     loss_scales: np.ndarray
 
@@ -117,10 +99,7 @@ def load_data() -> tuple[Data, Data]:
 
 
 def make_apply(dtype: jax.typing.DTypeLike, *, by_autocast: bool) -> Any:
-    """Returns the network in `dtype`, either built in it or cast to it by autocast.
-
-    It is a function from parameters and images to outputs.
-    """
+    """Returns the network in `dtype`, either built in it or cast to it by autocast."""
     if by_autocast and dtype != jnp.float32:
         return ols.autocast(MLP(jnp.float32).apply, dtype)
     return MLP(dtype).apply
@@ -176,7 +155,8 @@ def train(
         return optax.apply_updates(params, updates), opt_state, loss
 
     losses, loss_scales, flushed = [], [ols.get_loss_scale(opt_state)], []
-    for step in tqdm(range(steps), desc=f"{name:15}", unit="step"):
+    # Without a terminal there is no bar, which would fill a log.
+    for step in tqdm(range(steps), desc=f"{name:15}", unit="step", disable=None):
         params, opt_state, loss = train_step(params, opt_state, step)
         losses.append(loss)
         loss_scales.append(ols.get_loss_scale(opt_state))
@@ -186,11 +166,12 @@ def train(
     flushed_count, nonzero_count = np.sum(flushed, axis=0)
     predicted = apply(params, test_data.images).argmax(axis=-1)
     results = {
-        "accuracy": float(jnp.mean(predicted == test_data.labels)),
-        "final_loss": float(losses[-1]),
-        "skipped_steps": int(ols.loss_scale_metrics(opt_state)["total_notfinite"]),
-        "final_scale": float(loss_scales[-1]),
-        "flushed_to_zero": float(flushed_count / nonzero_count),
+        "test accuracy": f"{jnp.mean(predicted == test_data.labels):.3f}",
+        "final loss": f"{losses[-1]:.4f}",
+        "skipped steps": str(ols.loss_scale_metrics(opt_state)["total_notfinite"]),
+        # In backticks, or `2**3 2**3` would turn bold.
+        "final scale": f"`2**{np.log2(loss_scales[-1]):g}`",
+        "flushed to zero": f"{flushed_count / nonzero_count:.1%}",
     }
     return Run(results, np.array(losses), np.array(loss_scales))
 
@@ -201,8 +182,8 @@ def format_table(runs: dict[str, list[Run]]) -> str:
     A cell holds a figure for each seed, and is padded to the width of its column.
     """
     table = [["variant", *runs]]
-    for title, show in COLUMNS.items():
-        cells = [" ".join(show(run.results) for run in runs[name]) for name in runs]
+    for title in runs["float32"][0].results:
+        cells = [" ".join(run.results[title] for run in runs[name]) for name in runs]
         table.append([title, *cells])
     for index, column in enumerate(table):
         width = max(map(len, column))
@@ -212,75 +193,41 @@ def format_table(runs: dict[str, list[Run]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*table, strict=True))
 
 
-def plot(runs: dict[str, Run], file: Path) -> None:
+def plot(runs: dict[str, Run], file: str) -> None:
     """Draws the loss curves, with the loss scales beneath, into a file."""
-    static, dynamic = f"float16_static (always {STATIC_SCALE:g})", "float16_dynamic"
-    shown = {static if name == "float16_static" else name: runs[name] for name in runs}
-    losses = {label: run.losses for label, run in shown.items()}
-    scales = {label: shown[label].loss_scales for label in (static, dynamic)}
+    scaled = ("float16_static", "float16_dynamic")
+    losses = {name: run.losses for name, run in runs.items()}
+    scales = {name: runs[name].loss_scales for name in scaled}
     loss_ax, scale_ax = ols.plotting.plot_training(losses, scales)
     loss_ax.set_title("float16 stalls; with a dynamic scale it trains like float32")
-    first, final = np.log2(scales[dynamic][[0, -1]])
+    first, final = np.log2(scales["float16_dynamic"][[0, -1]])
     scale_ax.set_title(f"The dynamic scale goes from 2**{first:g} to 2**{final:g}")
-    matplotlib.pyplot.savefig(file, dpi=150)
-    matplotlib.pyplot.close()
+    plt.savefig(file, dpi=150)
+    plt.close()
 
 
-def check_seed(text: str) -> int:
-    """Returns the seed of a random key; a `type` for `argparse`."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        message = f"must be an integer from 0 to 2**32 - 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the given arguments, or those of the process if None."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains every variant, prints the table, and draws the picture."""
     parser = argparse.ArgumentParser(
         prog="python -m optax_lossscale.demo",
         description="Train on real digits in float32, float16 and bfloat16, with and "
         "without a loss scale.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    seed_help = "seeds of weights and batches; the table has a figure for each"
-    add("--seed", type=check_seed, nargs="+", default=[0], metavar="N", help=seed_help)
-    add("--steps", type=int, default=1000, metavar="N", help="(default: 1000)")
-    add("--rule", choices=RULES, default="dynamic", help="rule of float16_dynamic")
+    add("--seed", type=int, nargs="+", default=[0], help="of weights and batches")
+    add("--steps", type=int, default=1000, help="how many steps to train")
     add("--autocast", action="store_true", help="cast the float32 network by autocast")
-    add("--json", type=check_output_file, metavar="FILE", help="write the results here")
-    add(
-        "--plot",
-        type=check_picture_file,
-        metavar="FILE",
-        default="loss_scale_demo.png",
-        help="write the picture here (default: %(default)s)",
-    )
+    add("--plot", default="loss_scale_demo.png", help="write the picture here")
     arguments = parser.parse_args(argv)
-    if arguments.json and arguments.json.resolve() == arguments.plot.resolve():
-        parser.error(f"--json and --plot must be two files, got {arguments.json} twice")
-    if arguments.steps < 1:
-        parser.error(f"--steps must be at least 1, got {arguments.steps}")
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains every variant, prints the table, and writes the files."""
-    arguments = parse_arguments(argv)
     data, runs = load_data(), {}
-    variants = {**VARIANTS, "float16_dynamic": (jnp.float16, RULES[arguments.rule])}
-    for name, (dtype, rule) in variants.items():
+    for name, (dtype, rule) in VARIANTS.items():
         apply = make_apply(dtype, by_autocast=arguments.autocast)
         runs[name] = [
             train(name, apply, rule, data, seed, arguments.steps)
             for seed in arguments.seed
         ]
     print(f"\n{format_table(runs)}\n\n{STATIC_SCALE_NOTE}\n")
-    if arguments.json is not None:
-        results: Any = {name: [run.results for run in runs[name]] for name in runs}
-        if len(arguments.seed) == 1:  # Then there are no lists.
-            results = {name: of_seeds[0] for name, of_seeds in results.items()}
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"results: {arguments.json}")
     plot({name: of_seeds[0] for name, of_seeds in runs.items()}, arguments.plot)
     print(f"picture: {arguments.plot}")
 

@@ -15,7 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ols
 from _lib.large_models import MODELS
-from optax_lossscale._autocast import between
+from optax_lossscale._autocast import between, programs
 from optax_lossscale._autocast.products import Factor
 from optax_lossscale.compat import flax as compat
 
@@ -170,7 +170,7 @@ def with_wide_gradients(run: Callable[..., Any]) -> Any:
         # Autocast rewrites the program while JAX traces it, and keeps it.
         with (
             mock.patch.object(between.FactorRule, "of_operation", nothing_known),
-            mock.patch.object(between, "_KNOWN", weakref.WeakKeyDictionary()),
+            mock.patch.object(programs, "_CHANGED", weakref.WeakKeyDictionary()),
         ):
             return run(*args)
 

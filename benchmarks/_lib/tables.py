@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale.plotting._files import check_output_file
+from _lib.files import check_output_file
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 Tables = dict[str, list[dict[str, Any]]]

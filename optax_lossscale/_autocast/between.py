@@ -1,49 +1,41 @@
-"""What happens between products: in the backward pass, and from loop to loop.
+"""Tell each low product what is known of its factors.
 
     the gradient of a value that depends on the result of a low product is rounded as
     that result was; every other gradient, as those of parameters, is a float32 sum
 
 Such a value is called an activation. The next product of the backward pass would round
-its gradient anyway, and until then it has half the bytes. In a loop, the low copy of a
-factor that is the same in each iteration is made once.
+its gradient anyway, and until then it has half the bytes. The low copy of a factor that
+is the same in each iteration of a loop is made once.
 """
 
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core.primitives import scan_p, stop_gradient_p
 
-from optax_lossscale._autocast.follow import look_into
+from optax_lossscale._autocast.follow import facts_of, look_into
 from optax_lossscale._autocast.jax_internals import scan_counts
-from optax_lossscale._autocast.loops import body_that_saves_less
 from optax_lossscale._autocast.products import Factor, low_product_p
 from optax_lossscale._autocast.programs import (
     Program,
     changed_once,
     is_floating_variable,
     jaxpr_of,
-    programs_of,
     with_equations,
     with_programs,
 )
-from optax_lossscale._ground.tree import are_same
 
 
 class FactorRule:
     """Follows what becomes a factor through operations; a `Rule`."""
 
-    nothing: Factor | None = None
-
-    def of_constant(self, value: Any) -> Factor:
-        return Factor()
+    constant = Factor()
 
     def of_operation(
         self, equation: core.JaxprEqn, inputs: Sequence[Factor]
     ) -> Sequence[Factor]:
         is_activation = equation.primitive is low_product_p or (
-            equation.primitive is not primitives.stop_gradient_p
+            equation.primitive is not stop_gradient_p
             and any(x.is_activation for x in inputs)
         )
         pairs = zip(equation.invars, inputs, strict=True)
@@ -61,73 +53,49 @@ class FactorRule:
 
 
 _RULE = FactorRule()
-_KNOWN: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def with_low_gradients(
-    program: Program,
-    recompute: bool,
-    factors: tuple[Factor, ...] = (),
-    loop: core.JaxprEqn | None = None,
+def with_known_factors(
+    program: Program, factors: Sequence[Factor] | None = None
 ) -> Program:
-    """The program whose products know their factors, and whose loops save less.
+    """The program whose low products know their factors.
 
     Args:
       program: A program with low products.
-      recompute: Whether loops may compute cheap operations again.
-      factors: What is known of its inputs; empty if nothing is.
-      loop: The scan whose body it is.
+      factors: What is known of its inputs; None if nothing is.
     """
-    factors = factors or (Factor(),) * len(jaxpr_of(program).invars)
+    count = len(jaxpr_of(program).invars)
+    facts = (Factor(),) * count if factors is None else tuple(factors)
 
     def change() -> Program:
-        changed = _changed(program, recompute, factors)
-        return body_that_saves_less(loop, changed) if loop and recompute else changed
+        jaxpr, equations = jaxpr_of(program), list[core.JaxprEqn]()
+        known: dict[core.Var, Factor] = dict(zip(jaxpr.invars, facts, strict=True))
+        for equation in jaxpr.eqns:
+            inputs = facts_of(equation.invars, known, _RULE)
+            inside = look_into(equation, inputs, _RULE)
+            known.update(zip(equation.outvars, inside.outputs, strict=True))
+            if equation.primitive is low_product_p:
+                product = equation.params["product"]._replace(factors=tuple(inputs[:2]))
+                equations.append(equation.replace(params={"product": product}))
+            else:
+                equations.append(_with_programs_inside(equation, inside.programs))
+        return with_equations(program, equations)
 
-    return changed_once(_KNOWN, program, (recompute, factors, loop is None), change)
-
-
-def _changed(program: Program, recompute: bool, factors: Sequence[Factor]) -> Program:
-    jaxpr, equations = jaxpr_of(program), list[core.JaxprEqn]()
-    known: dict[Any, Factor] = dict(zip(jaxpr.invars, factors, strict=True))
-    for equation in jaxpr.eqns:
-        inputs = [
-            Factor() if isinstance(x, core.Literal) else known.get(x, Factor())
-            for x in equation.invars
-        ]
-        inside = look_into(equation, inputs, _RULE)
-        known.update(zip(equation.outvars, inside.outputs, strict=True))
-        if equation.primitive is low_product_p:
-            product = equation.params["product"]._replace(factors=tuple(inputs[:2]))
-            equation = equation.replace(params={"product": product})
-        elif any(True for _ in programs_of(equation)):
-            equation = _changed_call(equation, recompute, inside.programs)
-        equations.append(equation)
-    if are_same(equations, jaxpr.eqns):
-        return program
-    return with_equations(program, equations)
+    return changed_once(program, ("factors", facts), change)
 
 
-def _changed_call(
+def _with_programs_inside(
     equation: core.JaxprEqn,
-    recompute: bool,
     programs: Sequence[tuple[core.Jaxpr, Sequence[Factor]]],
 ) -> core.JaxprEqn:
-    """An equation with its programs changed."""
+    """An equation whose programs know their factors."""
     known = {id(program): factors for program, factors in programs}
-    loop = equation if equation.primitive is primitives.scan_p else None
 
     def change(program: Program) -> Program:
-        factors = known.get(id(jaxpr_of(program)), ())
-        if loop:
+        factors = known.get(id(jaxpr_of(program)))
+        if equation.primitive is scan_p and factors is not None:
             fixed, _ = scan_counts(equation.params)
             factors = [x._replace(is_fixed=i < fixed) for i, x in enumerate(factors)]
-        return with_low_gradients(program, recompute, tuple(factors), loop)
+        return with_known_factors(program, factors)
 
-    changed = {
-        name: with_programs(param, change) for name, param in equation.params.items()
-    }
-    if are_same([*changed.values()], [*equation.params.values()]):
-        return equation
-    result: core.JaxprEqn = equation.replace(params=changed)
-    return result
+    return with_programs(equation, change)

@@ -48,16 +48,10 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
     return inner
 
 
-def is_off() -> bool:
-    """Whether `autocast` leaves every function as it is written."""
-    value: Context = context.value
-    return value.is_off
-
-
 @contextlib.contextmanager
 def recorded_calls() -> Iterator[list[Call]]:
     """A context in which JAX traces anew, and the list of the calls in it."""
     calls: list[Call] = []
-    with context(context.value._replace(record=lambda call: calls.append(call))):
+    with context(context.value._replace(record=calls.append)):
         yield calls
     calls.clear()  # JAX keeps the context beside what it traced.

@@ -16,20 +16,13 @@ from jax.extend import core
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from optax_lossscale._autocast.jax_internals import (
-    jet,
-    jet_rules,
-    name_p,
-    register_nan_check,
-)
+from optax_lossscale._autocast.jax_internals import name_p
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
     Factor,
     Product,
-    as_written,
     low_product_p,
-    product_of,
     to_low,
 )
 from optax_lossscale._autocast.programs import aval_of, bind, read
@@ -45,11 +38,14 @@ def _jvp(
     """The copies in the low dtype are what is saved for the backward pass."""
     x, y, *rest = primals
     x, y = map(_low_copy, (x, y), product.factors, (product.low, product.low))
+    dx, dy, *_ = tangents
     bind_product = functools.partial(low_product_p.bind, product=product)
-    result, (dx, dy, *_) = bind_product(x, y, *rest), tangents
-    pairs = [(pair, t) for pair, t in (((dx, y), dx), ((x, dy), dy))]
-    terms = [bind_product(*xy, *rest) for xy, t in pairs if type(t) is not ad.Zero]
-    return result, functools.reduce(lax.add, terms)
+    terms = []
+    if type(dx) is not ad.Zero:
+        terms.append(bind_product(dx, y, *rest))
+    if type(dy) is not ad.Zero:
+        terms.append(bind_product(x, dy, *rest))
+    return bind_product(x, y, *rest), functools.reduce(lax.add, terms)
 
 
 def _low_copy(x: jax.Array, factor: Factor, low: jnp.dtype) -> jax.Array:
@@ -94,8 +90,7 @@ def _transpose(
 def _batch(
     operands: Arrays, axes: Sequence[Any], *, product: Product
 ) -> tuple[jax.Array, int]:
-    axes = tuple(axis if isinstance(axis, int) else None for axis in axes)
-    program = _batched(product, axes, *map(jax.typeof, operands))
+    program = _batched(product, tuple(axes), *map(jax.typeof, operands))
     return _evaluate_rule(program, product, *operands), 0
 
 
@@ -104,16 +99,17 @@ def _transposed(
     product: Product, place: int, factor: Aval, *avals: Aval
 ) -> core.ClosedJaxpr:
     """JAX's rule for the gradient of a float32 product, as a program."""
+    wide = product._replace(out=FLOAT32)
 
     def transpose(cotangent: jax.Array, *others: jax.Array) -> jax.Array:
         def of_factor(x: jax.Array) -> jax.Array:
-            return product.apply(*others[:place], x, *others[place:], out=FLOAT32)
+            return wide.apply(*others[:place], x, *others[place:])
 
         transposed = jax.linear_transpose(of_factor, _in_float32(factor))
         gradient: jax.Array = transposed(cotangent)[0]
         return gradient
 
-    return _traced(transpose, avals)
+    return _float32_program(transpose, avals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,11 +117,11 @@ def _batched(
     product: Product, axes: tuple[int | None, ...], *avals: Aval
 ) -> core.ClosedJaxpr:
     """JAX's rule for batches of factors of a float32 product, as a program."""
-    apply = functools.partial(product.apply, out=FLOAT32)
-    return _traced(jax.vmap(apply, in_axes=axes), avals)
+    wide = product._replace(out=FLOAT32)
+    return _float32_program(jax.vmap(wide.apply, in_axes=axes), avals)
 
 
-def _traced(
+def _float32_program(
     function: Callable[..., jax.Array], avals: Sequence[Aval]
 ) -> core.ClosedJaxpr:
     x, y, *rest = avals
@@ -140,44 +136,19 @@ def _in_float32(aval: Aval) -> Aval:
 def _evaluate_rule(
     program: core.ClosedJaxpr, product: Product, *operands: jax.Array
 ) -> jax.Array:
-    """Evaluates a rule of JAX, with each product in it as low as the given one.
-
-    The rule may swap the factors.
-    """
+    """Evaluates a rule of JAX, with each product in it as low as the given one."""
     values = dict(zip(program.jaxpr.invars, operands, strict=True))
-    factors = dict(zip(program.jaxpr.invars, product.factors, strict=False))
     for equation in program.jaxpr.eqns:
         inputs = [read(atom, values) for atom in equation.invars]
-        (result,) = equation.outvars
-        own = tuple(
-            Factor() if isinstance(x, core.Literal) else factors.get(x, Factor())
-            for x in equation.invars[:2]
-        )
-        if equation.primitive in PRODUCTS:
-            low = _as_low_as(product, equation)._replace(factors=own)
-            values[result] = low_product_p.bind(*inputs, product=low)
-        else:
-            (values[result],) = bind(equation.primitive, inputs, equation.params)
-            factors[result] = own[0]
+        primitive, params = equation.primitive, equation.params
+        if primitive in PRODUCTS:
+            # The rule may have been traced for another default precision.
+            params = {**params, "precision": dict(product.params)["precision"]}
+            own = product._replace(primitive=primitive, params=tuple(params.items()))
+            primitive, params = low_product_p, {"product": own}
+        (values[equation.outvars[0]],) = bind(primitive, inputs, params)
     # Of empty factors JAX's rule makes zeros, in float32.
     return lax.convert_element_type(read(program.jaxpr.outvars[0], values), product.out)
-
-
-def _as_low_as(product: Product, equation: core.JaxprEqn) -> Product:
-    """The product in a rule, with the dtypes and the precision of the given one."""
-    params = {**equation.params, "precision": dict(product.params)["precision"]}
-    return product_of(equation.replace(params=params), product.low, product.out)
-
-
-def _jet(
-    primals: Arrays, series: Sequence[Any], *, product: Product
-) -> tuple[jax.Array, list[jax.Array]]:
-    """The Taylor series of a product, which JAX's function knows for its own ones."""
-    function = functools.partial(as_written, product=product)
-    result: tuple[jax.Array, list[jax.Array]] = jet(
-        function, primals, series, factorial_scaled=False
-    )
-    return result
 
 
 def _ask_policy(
@@ -186,7 +157,7 @@ def _ask_policy(
     instantiated: Sequence[bool],
     equation: core.JaxprEqn,
 ) -> Any:
-    """Asks a policy of `jax.checkpoint` about the product, the only one that it knows.
+    """Asks a policy of `jax.checkpoint` about the product as JAX writes it.
 
     The rule is otherwise that of JAX for an operation that is saved or computed again.
     """
@@ -198,27 +169,12 @@ def _ask_policy(
     # The factors of a product without a derivative are no low copies yet.
     avals = map(aval_of, equation.invars)
     low = [x.update(dtype=product.low) if x.dtype == FLOAT32 else x for x in avals]
-    params = {**dict(product.params), "preferred_element_type": product.out}
-    decision = saveable(product.primitive, *low, **params)
-    if isinstance(decision, tuple):  # From one memory to another: as in a jitted call.
-        function = jax.jit(functools.partial(as_written, product=product))
-        (call,) = jax.make_jaxpr(function)(*(x.aval for x in equation.invars)).eqns
-        equation = equation.replace(primitive=call.primitive, params=call.params)
-        rule = pe.partial_eval_jaxpr_custom_rules[call.primitive]
-        return rule(saveable, unknown, instantiated, equation)
-    if decision is False or decision is _RECOMPUTE:
+    if saveable(product.primitive, *low, **product.written) is False:
         return equation, equation, [False], [True], residuals
     return equation, None, [False], [False], []
 
 
-# What a policy that may offload returns for an operation that is none of its products.
-_RECOMPUTE = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "host")(
-    None
-)
-
 ad.primitive_jvps[low_product_p] = _jvp
 ad.primitive_transposes[low_product_p] = _transpose
 batching.primitive_batchers[low_product_p] = _batch
-jet_rules[low_product_p] = _jet
 pe.partial_eval_jaxpr_custom_rules[low_product_p] = _ask_policy
-register_nan_check(low_product_p)

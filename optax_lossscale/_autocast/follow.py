@@ -5,7 +5,7 @@ calls, loops and branches, at every depth.
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jax.extend import core
@@ -15,7 +15,6 @@ from optax_lossscale._autocast.jax_internals import scan_counts
 from optax_lossscale._autocast.programs import (
     Atom,
     Program,
-    consts_of,
     jaxpr_of,
     programs_of,
 )
@@ -26,18 +25,8 @@ Fact = TypeVar("Fact", bound=Hashable)
 class Rule(Protocol[Fact]):
     """What is known of the results of one operation."""
 
-    @property
-    def nothing(self) -> Fact | None:
-        """What is known of a value that was computed from nothing of interest.
-
-        All that is computed from such values alone is like them. It is None if an
-        operation may be of interest itself.
-        """
-        ...
-
-    def of_constant(self, value: Any) -> Fact:
-        """What is known of a number or an array that a program holds."""
-        ...
+    # What is known of a number or an array that a program holds.
+    constant: Fact
 
     def of_operation(
         self, equation: core.JaxprEqn, inputs: Sequence[Fact]
@@ -54,8 +43,8 @@ class Inside(NamedTuple, Generic[Fact]):
     """What is known of the values in an equation that may hold programs.
 
     Attributes:
-      programs: Its programs, each with what is known of the inputs; none if they are
-        not those of the equation.
+      programs: Its programs, each with what is known of the inputs; none if these do
+        not match the inputs of the equation one to one.
       outputs: What is known of the results of the equation.
     """
 
@@ -66,26 +55,29 @@ class Inside(NamedTuple, Generic[Fact]):
 def follow(program: Program, inputs: Sequence[Fact], rule: Rule[Fact]) -> list[Fact]:
     """What is known of the results of a program, from that of its inputs."""
     jaxpr = jaxpr_of(program)
-    consts = map(rule.of_constant, consts_of(program))
     known: dict[core.Var, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known.update(zip(jaxpr.constvars, consts, strict=False))
-
-    def read(atom: Atom) -> Fact:
-        if isinstance(atom, core.Literal):
-            return rule.of_constant(atom.val)
-        return known[atom] if atom in known else rule.of_constant(None)
-
     for equation in jaxpr.eqns:
-        outputs = look_into(equation, list(map(read, equation.invars)), rule).outputs
+        facts = facts_of(equation.invars, known, rule)
+        outputs = look_into(equation, facts, rule).outputs
         known.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return facts_of(jaxpr.outvars, known, rule)
+
+
+def facts_of(
+    atoms: Sequence[Atom], known: Mapping[core.Var, Fact], rule: Rule[Fact]
+) -> list[Fact]:
+    """What is known of variables, literals and constants."""
+    return [
+        rule.constant
+        if isinstance(atom, core.Literal)
+        else known.get(atom, rule.constant)
+        for atom in atoms
+    ]
 
 
 def look_into(equation: Any, inputs: Sequence[Fact], rule: Rule[Fact]) -> Inside[Fact]:
     """What is known of the values in an equation, from what is known of its inputs."""
     params, count = equation.params, len(equation.outvars)
-    if rule.nothing is not None and all(fact is rule.nothing for fact in inputs):
-        return Inside([], [rule.nothing] * count)
     if equation.primitive is scan_p:
         return _loop(params["jaxpr"], inputs, *scan_counts(params), rule)
     if equation.primitive is while_p:

@@ -10,16 +10,13 @@ changed in `_autocast/modules.py`.
 import copy
 import functools
 import importlib
-import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import checkify
 from jax.extend import core, linear_util
 from jax.extend.core import primitives
-from jax.extend.core.primitives import dot_general_p
 
 
 def _private(module: str, name: str) -> Any:
@@ -40,8 +37,6 @@ name_p = _private("jax._src.ad_checkpoint", "name_p")
 pvary_p = _private("jax._src.core", "pvary_p")
 ragged_dot_general_p = _private("jax._src.lax.lax", "ragged_dot_general_p")
 split_p = _private("jax._src.lax.lax", "split_p")
-jet = _private("jax.experimental.jet", "jet")
-jet_rules = _private("jax.experimental.jet", "jet_rules")
 
 # Elementwise operations that only JAX 0.12 and later have:
 NEWER_ELEMENTWISE = [
@@ -54,21 +49,13 @@ NEWER_ELEMENTWISE = [
 # JAX's; importing Pallas for its primitives would take long.
 KERNELS = ("pallas_call", "core_map", "mpmd_map")
 
-# Calls that JAX keeps closed: an object holds the program and the rules of a call. Of
-# its functions, these two are asked, or given what they change.
-NO_RULES = ("policy", "bwd_accums")
-
 # `custom_jvp_call` and `custom_vjp_call` hold functions that trace their rules. The
 # first two return a jaxpr and more; the last is the backward rule itself.
 TRACED_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
 BACKWARD_RULE = "bwd"
-# `linear_call` and `custom_vmap_call` hold plain functions: the first returns a program
-# and more, the second is the rule for batches itself.
-TRANSPOSE_RULE = "transpose_thunk"
-BATCHING_RULE = "rule"
 
 
-def with_changed_result(
+def with_changed_rule(
     rule: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Any:
     """A rule that computes what `change(rule)` does, of the same internal class."""
@@ -85,28 +72,21 @@ def is_closed_call(parameter: Any) -> bool:
     return hasattr(type(parameter), "expand") and hasattr(parameter, "in_avals_flat")
 
 
-def is_traced_call(parameter: Any) -> bool:
-    """Whether a parameter is what `jax.jit(fun).trace(...)` returns."""
-    return isinstance(parameter, jax.stages.Traced)
+def name_of_rules(equation: core.JaxprEqn) -> str | None:
+    """The name of a call whose rules are functions that JAX calls later, or None."""
+    for call in filter(is_closed_call, equation.params.values()):
+        return type(call).__name__
+    name: str = equation.primitive.name
+    return name if name in ("custom_vmap_call", "linear_call") else None
 
 
-def with_attributes(call: Any, **attributes: Any) -> Any:
-    """A copy of a closed call or of a traced one with other attributes."""
+def with_expansion(call: Any, expand: Callable[..., Any]) -> Any:
+    """A copy of a closed call that runs another function; its rules stay."""
     changed = copy.copy(call)
-    for name, value in attributes.items():
-        setattr(changed, name, value)
+    # JAX compares the parameters of two calls.
+    changed.params = {**call.params, "expand": expand}
+    changed.expand = expand
     return changed
-
-
-def register_nan_check(primitive: core.Primitive) -> None:
-    """Has `checkify` look for NaN in the results of a primitive, as in a product's.
-
-    Its table of primitives is not public. Without it, the error names a later line.
-    """
-    checks = checkify.checkify.__globals__.get("error_checks", {})
-    check = checks.get(dot_general_p)
-    if isinstance(check, functools.partial):
-        checks[primitive] = functools.partial(check.func, primitive)
 
 
 def is_scope(element: Any) -> bool:
@@ -205,14 +185,3 @@ def line_of(equation: core.JaxprEqn, code: types.CodeType, place: int) -> int:
     traceback: Any = equation.source_info.traceback
     line: int = traceback.code_addr2location(code, place)[0]
     return line
-
-
-def linen_modules_around() -> Sequence[Any]:
-    """The innermost `flax.linen` module whose method is running, in a list.
-
-    Linen has no public name for it.
-    """
-    linen = sys.modules.get("flax.linen")
-    modules: Sequence[Any]
-    modules = () if linen is None else linen.module._context.module_stack[-1:]
-    return modules

@@ -19,14 +19,16 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from optax_lossscale._autocast.programs import scope_of, user_line, where_written
+from optax_lossscale._autocast.jax_internals import KERNELS
+from optax_lossscale._autocast.markers import reason_of_marker
+from optax_lossscale._autocast.programs import line_in_code, scope_of
 from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale._ground.nnx import flax_nnx
 from optax_lossscale._ground.normalization import in_normalization
 from optax_lossscale._ground.tree import path_name
 from optax_lossscale._ground.types import PyTree
 
-HIGH = "`high`"  # The reason why a product stays as written.
+_HIGH = "`high`"  # The reason why a product stays as written.
 LEVELS = ("O0", "O1", "O2", "O3")
 _LINE = re.compile(r":\d+ \(.*\)$")  # As in "model.py:12 (loss_fn)".
 
@@ -53,7 +55,7 @@ class Settings(NamedTuple):
     @property
     def traced_dtype(self) -> jnp.dtype | None:
         """The dtype of functions in `low_precision` in derivative rules, or None."""
-        return self.dtype if self.reason in (None, HIGH) else None
+        return self.dtype if self.reason in (None, _HIGH) else None
 
     @property
     def casts_arguments(self) -> bool:
@@ -61,18 +63,22 @@ class Settings(NamedTuple):
         return self.level in ("O2", "O3")
 
     def inside(self, equation: core.JaxprEqn) -> "Settings":
-        """The settings for the programs that an equation holds."""
-        if not self.high:
+        """The settings for an equation, and for the programs that it holds."""
+        if self.reason is not None:
             return self
-        return self._replace(scope=(*self.scope, *scope_of(equation)))
+        scope = (*self.scope, *scope_of(equation)) if self.high else ()
+        inside, reason = self._replace(scope=scope), reason_of_marker(equation)
+        if reason is None and equation.primitive.name in KERNELS:
+            reason = "in a kernel"
+        if reason is None and inside._is_high(equation):
+            reason = _HIGH
+        return inside._replace(reason=reason)
 
-    def is_high(self, equation: core.JaxprEqn) -> bool:
+    def _is_high(self, equation: core.JaxprEqn) -> bool:
         """Whether an equation is in one of the scopes or lines of `high`."""
-        if not self.high:
-            return False
-        path = "/".join((*self.scope, *scope_of(equation))) + "/"
+        path = "/".join(self.scope) + "/"
         is_in_scope = any(map(path.startswith, self.high))
-        return is_in_scope or (self._has_lines and _line_of(equation) in self.high)
+        return is_in_scope or (self._has_lines and line_in_code(equation) in self.high)
 
     @property
     def _has_lines(self) -> bool:
@@ -90,25 +96,17 @@ class Settings(NamedTuple):
         """
         paths = {path[: i + 1] for path in scopes for i in range(len(path))}
         names = {"/".join(path) + "/" for path in paths}
-        lines = {*map(_line_of, equations)} if self._has_lines else set()
-        if names:
-            known = f"The scopes with products are {', '.join(sorted(names))}."
-        elif scopes:
-            known = "Its products are in no scope, so name their lines."
-        else:
-            known = "The function has no products."
+        lines = {*map(line_in_code, equations)} if self._has_lines else set()
+        known = ", ".join(sorted(names)) or "none"
         for name in self.high:
             if name not in names | lines:
                 raise ValueError(
                     "`high` must hold scopes or lines of matrix products or "
                     "convolutions, because nothing else runs low, got "
-                    f"{name.strip('/')!r}.{_did_you_mean(name, names)} {known} "
-                    "(`autocast_report` prints all products with their lines.)"
+                    f"{name.strip('/')!r}.{_did_you_mean(name, names)} The scopes with "
+                    f"products are: {known}. (`autocast_report` prints all products "
+                    "with their lines.)"
                 )
-
-
-def _line_of(equation: core.JaxprEqn) -> str | None:
-    return user_line(equation) or where_written(equation)
 
 
 def make_settings(
@@ -136,6 +134,7 @@ def _names_from(high: Sequence[str]) -> tuple[str, ...]:
     if isinstance(high, str) or not isinstance(high, Iterable):
         hint = f" (Did you mean `high=[{high!r}]`?)" if isinstance(high, str) else ""
         raise TypeError(f"`high` must be a sequence of scopes, got {high!r}.{hint}")
+    high = tuple(high)
     for name in high:
         if not isinstance(name, str) or not name.strip("/"):
             raise ValueError(

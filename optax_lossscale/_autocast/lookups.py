@@ -17,20 +17,18 @@ entries in the gradient of a maximum into indices.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.extend.core.primitives import (
-    convert_element_type_p,
     dynamic_slice_p,
     gather_p,
 )
 
 from optax_lossscale._autocast.products import FLOAT32
-from optax_lossscale._autocast.programs import Atom, aval_of
+from optax_lossscale._autocast.programs import Atom, aval_of, cast_equation
 
 _LOOKUPS = (gather_p, dynamic_slice_p)
 _INTO_INDICES = {
@@ -57,25 +55,15 @@ def wide_lookup(equation: core.JaxprEqn) -> list[core.JaxprEqn] | None:
         params = {**params, "update_jaxpr": _of_two(operation)}
     pairs = zip(equation.invars, inputs, strict=True)
     return [
-        *(_cast(equation, old, new) for old, new in pairs if new is not old),
+        *(cast_equation(equation, old, new) for old, new in pairs if new is not old),
         equation.replace(invars=inputs, outvars=[wide], params=params),
-        _cast(equation, wide, result),
+        cast_equation(equation, wide, result),
     ]
 
 
 def _in_float32(atom: Atom) -> core.Var:
     variable: core.Var = core.Var(aval_of(atom).update(dtype=FLOAT32, weak_type=False))
     return variable
-
-
-def _cast(equation: core.JaxprEqn, old: Atom, new: Any) -> core.JaxprEqn:
-    """The equation that casts a value, in the place of another equation."""
-    aval = aval_of(new)
-    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
-    cast: core.JaxprEqn = equation.replace(
-        primitive=convert_element_type_p, invars=[old], outvars=[new], params=params
-    )
-    return cast
 
 
 @functools.cache

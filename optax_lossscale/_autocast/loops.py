@@ -24,10 +24,13 @@ from optax_lossscale._autocast.programs import (
     Program,
     aval_of,
     bind,
+    changed_once,
     consts_of,
     equations_of,
     jaxpr_of,
     with_equations,
+    with_params,
+    with_programs,
 )
 from optax_lossscale._ground.types import PyTree
 
@@ -88,23 +91,39 @@ def _save_all_but_cheap(primitive: core.Primitive, *_: Any, **__: Any) -> bool:
     return primitive not in _CHEAP
 
 
-def body_that_saves_less(loop: core.JaxprEqn, low_body: Program) -> Program:
-    """The low body of a scan, as it is or in a `jax.checkpoint`.
+def with_lean_loops(program: Program, is_decided: bool = False) -> Program:
+    """The program whose loops compute cheap operations again, if that saves bytes.
+
+    The outermost loop of a nest decides for all loops in it; then it is decided.
+    """
+
+    def lean(equation: core.JaxprEqn) -> core.JaxprEqn:
+        body: Any = equation.params.get("jaxpr")
+        if equation.primitive is not p.scan_p or not _can_recompute(body):
+            return with_programs(equation, lambda x: with_lean_loops(x, is_decided))
+        recomputed = _recomputed(with_lean_loops(body, is_decided=True))
+        if is_decided or _saves_less(equation, recomputed, body):
+            return with_params(equation, {**equation.params, "jaxpr": recomputed})
+        return equation
+
+    def change() -> Program:
+        return with_equations(program, list(map(lean, jaxpr_of(program).eqns)))
+
+    return changed_once(program, ("loops", is_decided), change)
+
+
+def _saves_less(loop: core.JaxprEqn, recomputed: Program, as_written: Program) -> bool:
+    """Whether a scan saves less for its backward pass if its body is recomputed.
 
     JAX says what the gradient of the whole scan saves. To compute operations again
-    takes time, so it has to save a tenth at least. If JAX cannot say, because sizes are
-    unknown, or the scan is in a `jax.shard_map` that `autocast` is around, or it has no
-    gradient, the body is in the checkpoint.
+    takes time, so it has to save a tenth at least. Where JAX cannot say, the body is
+    recomputed: sizes are unknown, the scan is in a `jax.shard_map` that `autocast` is
+    around, or it has no gradient.
     """
-    if not can_recompute(loop.params["jaxpr"], low_body):
-        return low_body
-    recomputed = recompute_in_backward_pass(low_body)
     try:
-        before, after = (_saved_bytes(loop, body) for body in (low_body, recomputed))
-        saves_less = after < 0.9 * before
+        return _saved_bytes(loop, recomputed) < 0.9 * _saved_bytes(loop, as_written)
     except Exception:  # Whatever JAX or a rule of the user raises.
-        return recomputed
-    return recomputed if saves_less else low_body
+        return True
 
 
 def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
@@ -126,24 +145,23 @@ def _saved_bytes(loop: core.JaxprEqn, body: Program) -> int:
     )
 
 
-def can_recompute(body: Program, low_body: Program) -> bool:
+def _can_recompute(body: Program) -> bool:
     """Whether the body of a loop has low products, and may be computed again.
 
     Effects would happen twice. A body with a `jax.checkpoint` says itself what it
-    saves; those in `low_body` may be ours, of loops in it. Complex numbers that a
-    checkpoint reads and saves make JAX fail.
+    saves. Complex numbers that a checkpoint reads and saves make JAX fail.
     """
-    own, low = list(equations_of(body)), equations_of(low_body)
-    has_product = any(equation.primitive is low_product_p for equation in low)
-    has_checkpoint = any(equation.primitive is remat_p for equation in own)
-    results = [x.aval for equation in own for x in equation.outvars]
+    equations = list(equations_of(body))
+    has_product = any(equation.primitive is low_product_p for equation in equations)
+    has_checkpoint = any(equation.primitive is remat_p for equation in equations)
+    results = [x.aval for equation in equations for x in equation.outvars]
     # A token has no dtype.
     is_complex = any("complex" in str(getattr(x, "dtype", "")) for x in results)
     is_closed = not (body.effects or consts_of(body))
     return has_product and is_closed and not (has_checkpoint or is_complex)
 
 
-def recompute_in_backward_pass(body: Program) -> Program:
+def _recomputed(body: Program) -> Program:
     """The body of a scan, which saves less for its backward pass.
 
     It becomes the one equation of a new program. To trace it again would need the axis

@@ -91,7 +91,7 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     References:
       `torch.amp.custom_fwd(cast_inputs=torch.float16)`.
     """
-    marked: Callable[..., PyTree] = _marked(fun, _call_low)
+    marked: Callable[..., PyTree] = _marked(fun, _call_cast)
     return marked
 
 
@@ -114,9 +114,9 @@ def _call_full(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTr
         return fun(*args, **kwargs)
 
 
-def _call_low(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+def _call_cast(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     dtype = context.value.dtype
-    # A derivative rule is traced under the names of its function.
+    # A backward rule is traced under the names of its function.
     names = [element.name for element in source_info_util.current_name_stack().stack]
     if dtype is None or any(name in _REASONS for name in names):
         return fun(*args, **kwargs)
@@ -136,7 +136,7 @@ def cast_arrays(tree: PyTree, old: DTypeLike, new: DTypeLike) -> PyTree:
 
 def cast_array(leaf: PyTree, old: DTypeLike, new: DTypeLike) -> PyTree:
     """Casts an array of one dtype; any other object is returned as it is."""
-    is_old = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype == old
+    is_old = isinstance(leaf, jax.Array | np.ndarray | np.generic) and leaf.dtype == old
     return lax.convert_element_type(leaf, new) if is_old else leaf
 
 

@@ -2,27 +2,28 @@
 
 A program takes and returns arrays of JAX. Whatever else stands in the arguments reaches
 the function as it is, and whatever else it returns is returned as it is: numbers,
-functions, arrays of NumPy (as in Equinox's `filter_eval_shape`). Modules of Flax, which
-the function may change, are not changed before the call is finished.
+functions, arrays of NumPy (as in Equinox's `filter_eval_shape`). What the function may
+change, such as modules of Flax, is not changed before the call is finished.
 """
 
 import contextlib
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast.jax_internals import linen_modules_around
+from optax_lossscale._autocast.context import context
 from optax_lossscale._ground.nnx import (
     flatten,
     flax_nnx,
+    is_module,
     is_variable,
     leaves_of,
     modules_of,
@@ -30,9 +31,7 @@ from optax_lossscale._ground.nnx import (
 from optax_lossscale._ground.tree import are_same
 from optax_lossscale._ground.types import Arrays, PyTree
 
-_TAG = "optax_lossscale.autocast"
 _EMPTY = types.CellType()  # Of a variable that is not assigned yet.
-_Finish: TypeAlias = Callable[[PyTree], PyTree]
 
 
 class Traced(NamedTuple):
@@ -54,7 +53,7 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
     leaves, structure = jax.tree.flatten(args)
     arrays, others = _partition(map(_is_input, leaves), leaves)
 
-    def flat(*arrays: jax.Array) -> Partial:
+    def traced_by_autocast(*arrays: jax.Array) -> Partial:
         results = fun(*jax.tree.unflatten(structure, _combine(arrays, others)))
         leaves, new_structure = jax.tree.flatten(results)
         are_traced = (isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -65,57 +64,57 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
 
         return Partial(finish, new_arrays)  # A pytree of arrays, with the rest static.
 
-    program, results = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    program, results = jax.make_jaxpr(traced_by_autocast, return_shape=True)(*arrays)
     return Traced(program, arrays, results.func)
 
 
 def trace_call(
     tree: PyTree, low: PyTree | None = None, scopes: Sequence[Any] = ()
 ) -> Traced:
-    """Traces a call of a function, which may change modules and scopes of linen.
+    """Traces a call of a function, which may change modules of Flax in its arguments.
+
+    Modules of `flax.nnx` are split before the call, merged inside, and updated after
+    it. Those of `flax.linen` write the variables of a scope, and any function may write
+    into what it closes over. Scopes, and what is closed over, have their old values
+    again after the trace.
 
     Args:
       tree: Function, arguments and keyword arguments.
       low: The same tree with the arrays that the function is traced with.
-      scopes: The scopes.
+      scopes: The scopes of linen.
     """
     low = tree if low is None else low
-    finish: _Finish
-    pure, inputs, finish = _call_tree, low, lambda results: results
-    if modules_of(tree):
-        pure, inputs, finish = _without_modules(tree, low)
-    if scopes:
-        pure, finish = _without_variables(scopes, pure, finish)
-    with _explain_numpy(tree):
-        traced = trace(pure, *inputs)
-    return traced._replace(finish=lambda results: finish(traced.finish(results)))
+    modules, boxes = modules_of(tree), _boxes_of(tree[0])
+    graph, state = _split(modules, modules_of(low))
+    leaves, structure = flatten(low)
+    _, others = _partition(map(is_module, leaves), leaves)
 
+    def pure(others: list[PyTree], state: PyTree) -> PyTree:
+        inside = _merge(graph, state)
+        fun, args, kwargs = jax.tree.unflatten(structure, _combine(inside, others))
+        old_entries = [dict(box) for box in boxes]
+        with variables_kept(scopes), _explain_changes():
+            try:
+                results = fun(*args, **kwargs)
+            finally:
+                new_entries = list(map(_take_arrays, boxes, old_entries))
+            changes = _changes(inside, graph, state)
+            return results, changes, list(map(_variables_of, scopes)), new_entries
 
-def _call_tree(fun: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
-    with _explain_changes():
-        return fun(*args, **kwargs)
+    traced = trace(pure, others, state)
 
+    def finish(arrays: Arrays) -> PyTree:
+        results, changes, variables, entries = traced.finish(arrays)
+        _write(scopes, variables)
+        if context.value.record is None:  # Else somebody only looks at the call.
+            for box, new in zip(boxes, entries, strict=True):
+                box.update(new)
+        if changes:
+            with _explain_changes():
+                flax_nnx().update(modules, changes)
+        return results
 
-@contextlib.contextmanager
-def _explain_numpy(tree: PyTree) -> Iterator[None]:
-    """Adds to an error of NumPy which arguments led to it."""
-    try:
-        yield
-    except (jax.errors.TracerArrayConversionError, AssertionError) as error:
-        # JAX asserts that `vmap` maps no array of NumPy into a `custom_jvp`.
-        leaves = jax.tree.leaves(tree) if "ndarray" in str(error) else []
-        has_numpy = any(isinstance(leaf, np.ndarray) for leaf in leaves)
-        if has_numpy and _OF_NUMPY not in getattr(error, "__notes__", []):
-            error.add_note(_OF_NUMPY)
-        raise
-
-
-_OF_NUMPY = (
-    "Outside `jit`, arrays of NumPy among the arguments stay arrays of NumPy. A traced "
-    "array cannot index them, and `vmap` cannot map them into every function. Pass "
-    "arrays of JAX (`jax.tree.map(jnp.asarray, batch)`), or call the function under "
-    "`jax.jit`."
-)
+    return traced._replace(finish=finish)
 
 
 def as_partial(fun: Callable[..., PyTree]) -> Partial:
@@ -125,27 +124,20 @@ def as_partial(fun: Callable[..., PyTree]) -> Partial:
     if isinstance(fun, types.MethodType):
         return Partial(fun.__func__, fun.__self__)
     if isinstance(fun, functools.partial):
-        return Partial(call_partial, as_partial(fun.func), *fun.args, **fun.keywords)
-    return Partial(call_partial, fun)
-
-
-def call_partial(fun: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
-    """Returns `fun(*args, **kwargs)`."""
-    return fun(*args, **kwargs)
+        inner = as_partial(fun.func)
+        return Partial(inner.func, *inner.args, *fun.args, **fun.keywords)
+    return Partial(operator.call, fun)
 
 
 def _is_input(leaf: PyTree) -> bool:
     """Whether a leaf is an input of the program.
 
-    Outside of `jit`, arrays of integers and bools are not, so that they can be the
-    bounds of loops that are differentiated.
+    Outside of `jit` only floating arrays are, so that integers can be the bounds of
+    loops that are differentiated.
     """
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         return True
-    kinds = (jnp.integer, jnp.bool_)
-    return isinstance(leaf, jax.Array) and not any(
-        jnp.issubdtype(leaf.dtype, kind) for kind in kinds
-    )
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _partition(flags: Iterable[bool], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -161,144 +153,111 @@ def _combine(flagged: Iterable[Any], others: list[Any]) -> list[Any]:
     return [next(given) if leaf is None else leaf for leaf in others]
 
 
+# --- Objects that a function closes over ------------------------------------------
+
+
+def _boxes_of(fun: Partial) -> list[dict[str, Any]]:
+    """Dicts, and the attributes of objects, into which a function may write."""
+    cells = getattr(fun.func, "__closure__", None) or ()
+    contents = [cell.cell_contents for cell in cells if cell != _EMPTY]
+    boxes = (x if isinstance(x, dict) else getattr(x, "__dict__", 0) for x in contents)
+    return [box for box in boxes if isinstance(box, dict)]
+
+
+def _take_arrays(box: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """The traced arrays that a call has left in a box, which gets its old ones back."""
+    new = {
+        name: value
+        for name, value in box.items()
+        if isinstance(value, jax.core.Tracer) and value is not old.get(name)
+    }
+    for name in new:
+        if name in old:
+            box[name] = old[name]
+        else:
+            del box[name]
+    return new
+
+
 # --- Modules of flax.nnx ----------------------------------------------------------
-# They are taken apart before the call, put together inside, and updated after it, as in
-# the transformations of Flax.
 
 
-def _without_modules(
-    tree: PyTree, low: PyTree
-) -> tuple[Callable[..., PyTree], PyTree, _Finish]:
-    """A call in which values stand for modules; `low` has those to trace with."""
-    nnx = flax_nnx()
-    graph, leaves, objects = _take_apart(modules_of(tree))
-    modules, others, structure = _take_modules(low)
-    low_leaves = leaves if low is tree else _take_apart(modules)[1]
-    # A variable that has several places in the tree has the value of the first.
-    values = [_value_of(low_leaves[path]) for path in leaves]
+def _split(modules: list[Any], low_modules: list[Any]) -> tuple[Any, Any]:
+    """The graph of modules, and their state with the values of the low ones.
 
-    def pure(others: list[PyTree], values: list[PyTree]) -> PyTree:
-        with nnx.update_context(_TAG):
-            with nnx.merge_context(_TAG, inner=True) as context:
-                inside, _ = context.unflatten(graph, values)
-            results = _call_tree(
-                *jax.tree.unflatten(structure, _combine(inside, others))
-            )
-            made, *rest = _take_modules(results)
-            with nnx.split_context(_TAG) as context:
-                return rest, context.flatten((inside, made), with_paths=False)
-
-    def finish(results: PyTree) -> PyTree:
-        (others, structure), new = results
-        with _explain_changes():
-            made = _update(graph, leaves, objects, *new)
-        return jax.tree.unflatten(structure, _combine(made, others))
-
-    return pure, (others, values), finish
-
-
-def _take_modules(tree: PyTree) -> tuple[list[Any], list[Any], Any]:
-    """The modules in a tree, its leaves without them, and its structure."""
-    leaves, structure = flatten(tree)
-    kinds = set(map(type, modules_of(tree)))
-    return *_partition((type(leaf) in kinds for leaf in leaves), leaves), structure
-
-
-def _take_apart(modules: list[Any]) -> tuple[Any, dict[Any, Any], dict[int, Any]]:
-    """Graph and leaves of modules, by path, and their objects by number in the graph.
-
-    A leaf is a variable, or an array outside of variables.
+    A variable that has several places is one variable in the state. In the low modules
+    it is several, all with the same value.
     """
-    with flax_nnx().split_context() as context:
-        graph, leaves = context.flatten((modules, []))
-        objects = {index: node for node, index in context.ref_index.items()}
-    return graph, dict(leaves), objects
-
-
-def _update(
-    graph: Any,
-    leaves: dict[Any, Any],
-    objects: dict[int, Any],
-    new_graph: Any,
-    values: list[PyTree],
-) -> list[Any]:
-    """Changes modules, and returns those that the function has returned."""
+    if not modules:
+        return None, None
     nnx = flax_nnx()
-    if new_graph.with_no_outer_index() == graph:
-        pairs = zip(leaves.values(), values, strict=True)
-        changed = [(leaf, x) for leaf, x in pairs if not _has_value(leaf, x)]
-        if all(is_variable(leaf) for leaf, _ in changed):
-            for variable, value in changed:
-                nnx.update(variable, value)
-            return []
-    # Flax may refuse to change a module, and then must not have emptied it before.
-    for node in objects.values():
-        if hasattr(node, "_check_valid_context"):
-            node._check_valid_context(lambda: "from a different trace level")
-    returned: list[Any]
-    _, returned = nnx.unflatten(new_graph, values, outer_index_outer_ref=objects)
-    return returned
+    graph, state = nnx.split(modules)
+    low_values = dict(nnx.to_flat_state(nnx.state(low_modules)))
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    return graph, nnx.from_flat_state([(path, low_values[path]) for path in paths])
 
 
-def _value_of(leaf: PyTree) -> PyTree:
-    """The value of a variable; any other leaf is its own value."""
-    if not is_variable(leaf):
-        return leaf
-    (value,) = jax.tree.leaves(leaf, is_leaf=lambda node: node is not leaf)
-    return value
+def _merge(graph: Any, state: Any) -> list[Any]:
+    """New modules, which share no variable with the state."""
+    if graph is None:
+        return []
+    merged: list[Any] = flax_nnx().merge(graph, jax.tree.map(lambda x: x, state))
+    return merged
 
 
-def _has_value(leaf: PyTree, value: PyTree) -> bool:
-    if isinstance(value, flax_nnx().graph.NoUpdate):  # Of a `jax.Ref`, which has it.
-        return True
-    return are_same(jax.tree.leaves(_value_of(leaf)), jax.tree.leaves(value))
+def _changes(modules: list[Any], graph: Any, state: Any) -> Any:
+    """The variables that a call has changed, as `nnx.update` writes them."""
+    if graph is None:
+        return None
+    nnx = flax_nnx()
+    new_graph, new_state = nnx.split(modules)
+    if new_graph != graph:
+        _refuse_lost_changes(_merge(graph, state), modules)
+    old = dict(nnx.to_flat_state(state))
+    return nnx.from_flat_state(
+        (path, new)
+        for path, new in nnx.to_flat_state(new_state)
+        if not are_same(*map(jax.tree.leaves, (new, old.get(path))))
+    )
+
+
+def _refuse_lost_changes(old_modules: list[Any], modules: list[Any]) -> None:
+    """Refuses what `nnx.update` does not write: attributes, modes, what is gone."""
+    old, new = (dict(flax_nnx().iter_graph(each)) for each in (old_modules, modules))
+    kinds = (int, float, str, type(None))
+
+    def is_lost(path: tuple[Any, ...]) -> bool:
+        if path not in old or path not in new:
+            return not is_variable(new.get(path))
+        is_plain = isinstance(old[path], kinds) or isinstance(new[path], kinds)
+        return is_plain and str(old[path]) != str(new[path])
+
+    lost = filter(is_lost, {**old, **new})
+    if names := [".".join(map(str, path[1:])) for path in lost]:
+        raise ValueError(
+            "A module of `flax.nnx` has changed in a way that would be lost: "
+            f"{', '.join(map(repr, names))}. (Set attributes and modes, as by "
+            "`model.train()`, outside the function, and keep what changes in an "
+            "`nnx.Variable`.)"
+        )
 
 
 # --- Modules of flax.linen --------------------------------------------------------
 # They write the variables of a scope, which get their old values back after the trace.
 
 
-def is_unbound(fun: Any) -> bool:
-    """Whether a function is a linen module outside of any other, without variables."""
-    linen = sys.modules.get("flax.linen")
-    is_linen = linen is not None and isinstance(fun, linen.Module)
-    return is_linen and fun.scope is None and fun.parent is None
-
-
-def linen_scopes_of(fun: Callable[..., PyTree], *args: PyTree) -> list[Any]:
-    """The root scopes of linen modules: arguments, named in it, around the call."""
-    linen = sys.modules.get("flax.linen")
-    if linen is None:
-        return []
-    cells = [x for x in getattr(fun, "__closure__", None) or () if x != _EMPTY]
-    objects = [*leaves_of((as_partial(fun), *args)), *linen_modules_around()]
-    objects += [cell.cell_contents for cell in cells]
-    if isinstance(fun, types.FunctionType):
-        objects += map(fun.__globals__.get, fun.__code__.co_names)
-    modules = [x for x in objects if isinstance(x, linen.Module)]
+def linen_scopes_of(tree: PyTree) -> list[Any]:
+    """The root scopes of the linen modules among function and arguments."""
+    linen: Any = sys.modules.get("flax.linen")
+    leaves = [] if linen is None else leaves_of(tree)
+    modules = [leaf for leaf in leaves if isinstance(leaf, linen.Module)]
     scopes = [module.scope.root for module in modules if module.scope is not None]
     return list(dict.fromkeys(scopes))
 
 
 def are_initializing(scopes: Sequence[Any]) -> bool:
-    """Whether a module is making its parameters, which are not to be rounded."""
+    """Whether a linen module is making its parameters, which are not to be rounded."""
     return any(scope.get_flag("initializing", False) for scope in scopes)
-
-
-def _without_variables(
-    scopes: Sequence[Any], call: Callable[..., PyTree], finish: _Finish
-) -> tuple[Callable[..., PyTree], _Finish]:
-    """A call that returns the variables of scopes, too; `finish` writes them."""
-
-    def pure(*args: Any) -> PyTree:
-        with variables_kept(scopes):
-            return call(*args), list(map(_variables_of, scopes))
-
-    def finish_and_write(results: PyTree) -> PyTree:
-        _write(scopes, results[1])
-        return finish(results[0])
-
-    return pure, finish_and_write
 
 
 @contextlib.contextmanager

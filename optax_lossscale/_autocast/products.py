@@ -53,8 +53,8 @@ class Product(NamedTuple):
 
     Attributes:
       primitive: One of `PRODUCTS`.
-      params: The parameters of this primitive, without the dtype of its result, as
-        pairs, so that they can be hashed.
+      params: The parameters of this primitive, as pairs, so that they can be hashed.
+        `out` takes the place of its own dtype of the result.
       low: The dtype to which float32 operands are rounded, float16 or bfloat16.
       out: The dtype of the result.
       factors: What is known of the two factors.
@@ -66,20 +66,14 @@ class Product(NamedTuple):
     out: jnp.dtype
     factors: tuple[Factor, ...] = (Factor(), Factor())
 
-    def apply(self, *operands: jax.Array, out: jnp.dtype | None = None) -> jax.Array:
-        """The product of operands as they are, with a result dtype."""
-        params = {**dict(self.params), "preferred_element_type": out or self.out}
-        return bind(self.primitive, operands, params)[0]
+    @property
+    def written(self) -> dict[str, Any]:
+        """The parameters of the primitive, with the dtype of the result."""
+        return {**dict(self.params), "preferred_element_type": self.out}
 
-
-def product_of(equation: core.JaxprEqn, low: jnp.dtype, out: jnp.dtype) -> Product:
-    """The low product in place of an equation's product."""
-    params = tuple(
-        (name, value)
-        for name, value in equation.params.items()
-        if name != "preferred_element_type"
-    )
-    return Product(equation.primitive, params, low, out)
+    def apply(self, *operands: jax.Array) -> jax.Array:
+        """The product of operands as they are."""
+        return bind(self.primitive, operands, self.written)[0]
 
 
 def to_low(x: jax.Array, low: jnp.dtype) -> jax.Array:
@@ -87,14 +81,16 @@ def to_low(x: jax.Array, low: jnp.dtype) -> jax.Array:
     return lax.convert_element_type(x, low) if x.dtype == FLOAT32 else x
 
 
-def as_written(*operands: jax.Array, product: Product, platform: str = "") -> jax.Array:
-    """The same as operations of JAX, in a form that XLA for a platform can compute."""
+def rounded_product(
+    *operands: jax.Array, product: Product, platform: str | None = None
+) -> jax.Array:
+    """The low product by operations of JAX that XLA for a platform can compute."""
     low, out = product.low, product.out
     x, y, *rest = (to_low(operand, low) for operand in operands)
     if platform in ("cuda", "rocm") and product.primitive is conv_general_dilated_p:
         # cuDNN has no convolution of low factors with a float32 result. XLA would
         # convolve float32 copies of them instead.
-        return lax.convert_element_type(product.apply(x, y, out=low), out)
+        return lax.convert_element_type(product._replace(out=low).apply(x, y), out)
     if platform == "cpu" and low == jnp.bfloat16 and out == FLOAT32:
         # CPUs have such a product for some shapes only. This one gives the same.
         x, y = (lax.convert_element_type(factor, out) for factor in (x, y))
@@ -104,7 +100,7 @@ def as_written(*operands: jax.Array, product: Product, platform: str = "") -> ja
 def _run(*operands: jax.Array, product: Product) -> jax.Array:
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         platform = jax.default_backend()
-        return as_written(*operands, product=product, platform=platform)
+        return rounded_product(*operands, product=product, platform=platform)
     result: jax.Array = _run_compiled(*operands, product=product)
     return result
 
@@ -116,12 +112,11 @@ low_product_p.def_impl(_run)
 def _abstract_eval(*avals: jax.core.ShapedArray, product: Product) -> Any:
     x, y, *rest = avals
     low = [aval.update(dtype=product.low, weak_type=False) for aval in (x, y)]
-    params = {**dict(product.params), "preferred_element_type": product.out}
-    return product.primitive.abstract_eval(*low, *rest, **params)
+    return product.primitive.abstract_eval(*low, *rest, **product.written)
 
 
 low_product_p.def_effectful_abstract_eval(_abstract_eval)
 for _platform in (None, "cpu", "cuda", "rocm"):
-    _function = functools.partial(as_written, platform=_platform or "")
+    _function = functools.partial(rounded_product, platform=_platform)
     _lowering = mlir.lower_fun(_function, multiple_results=False)
     mlir.register_lowering(low_product_p, _lowering, _platform)

@@ -1,4 +1,4 @@
-"""Read programs that JAX has traced."""
+"""Read and change programs that JAX has traced."""
 
 import functools
 import os
@@ -12,16 +12,14 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.core.primitives import convert_element_type_p
 from jax.typing import ArrayLike
 
 from optax_lossscale._autocast.jax_internals import (
-    NO_RULES,
     frames_of,
     is_closed_call,
     is_scope,
-    is_traced_call,
     line_of,
-    with_attributes,
 )
 from optax_lossscale._ground.tree import are_same
 
@@ -70,6 +68,18 @@ def aval_of(atom: Atom) -> jax.core.ShapedArray:
     return cast(jax.core.ShapedArray, atom.aval)
 
 
+def cast_equation(equation: core.JaxprEqn, old: Atom, new: Atom) -> core.JaxprEqn:
+    """The equation that casts a value, with the lines and scopes of another one."""
+    aval = aval_of(new)
+    changed: core.JaxprEqn = equation.replace(
+        primitive=convert_element_type_p,
+        invars=[old],
+        outvars=[cast(core.Var, new)],
+        params={"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None},
+    )
+    return changed
+
+
 def scopes_of(equation: core.JaxprEqn) -> list[str]:
     """The names of the scopes and transformations that an equation was traced under."""
     return [element.name for element in equation.source_info.name_stack.stack]
@@ -81,6 +91,11 @@ def is_transposed(equation: core.JaxprEqn) -> bool:
         element.name == "transpose" and not is_scope(element)
         for element in equation.source_info.name_stack.stack
     )
+
+
+def is_recomputed(equation: core.JaxprEqn) -> bool:
+    """Whether `jax.checkpoint` computes an equation again for a backward pass."""
+    return "rematted_computation" in scopes_of(equation)
 
 
 def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
@@ -103,6 +118,11 @@ def scope_of(equation: core.JaxprEqn) -> tuple[str, ...]:
 def where_written(equation: core.JaxprEqn) -> str | None:
     """Line and function of the innermost frame that is not JAX's or Python's own."""
     return _where(equation, _is_library)
+
+
+def line_in_code(equation: core.JaxprEqn) -> str | None:
+    """The line that `high` and messages name: the user's, or else a library's."""
+    return user_line(equation) or where_written(equation)
 
 
 def user_line(equation: core.JaxprEqn) -> str | None:
@@ -154,34 +174,33 @@ def consts_of(program: Program) -> Sequence[Any]:
 def with_equations(
     program: Program, equations: Sequence[core.JaxprEqn], **changes: Any
 ) -> Program:
-    """The program with other equations, and perhaps other variables or effects."""
-    jaxpr: core.Jaxpr = jaxpr_of(program).replace(eqns=list(equations), **changes)
+    """The program with other equations, and perhaps other variables or effects.
+
+    It is the same object if nothing changes.
+    """
+    jaxpr = jaxpr_of(program)
+    if not changes and are_same(equations, jaxpr.eqns):
+        return program
+    jaxpr = jaxpr.replace(eqns=list(equations), **changes)
     if isinstance(program, core.ClosedJaxpr):
         return core.ClosedJaxpr(jaxpr, program.consts)
     return jaxpr
 
 
+_CHANGED: WeakKeyDictionary[Program, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
 def changed_once(
-    known: WeakKeyDictionary[Any, dict[Any, Any]],
-    program: Program,
-    key: Hashable,
-    change: Callable[[], Program],
+    program: Program, key: Hashable, change: Callable[[], Program]
 ) -> Program:
-    """A changed program; of an object and a key always the same.
+    """The result of `change()`; of an object and a key always the same.
 
     JAX keeps what it compiled by the identity of a program. If two threads change one
     at the same time, both take what the first has made.
-
-    Args:
-      known: What was made before: for each program and key the changed one, or None if
-        nothing changes.
-      program: The program.
-      key: What the change depends on.
-      change: Makes the changed program, or returns the program itself.
     """
-    of_program = known.setdefault(program, {})
+    of_program = _CHANGED.setdefault(program, {})
     if key not in of_program:
-        changed = change()
+        changed = change()  # None stands for the program itself, so that it can go.
         of_program.setdefault(key, None if changed is program else changed)
     return program if of_program[key] is None else of_program[key]
 
@@ -195,23 +214,34 @@ def equations_of(program: Program) -> Iterator[core.JaxprEqn]:
 
 
 def programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yields the programs that an equation holds."""
+    """Yields the programs that an equation holds, or runs if JAX keeps it closed."""
     for parameter in equation.params.values():
+        if is_closed_call(parameter):
+            yield jax.make_jaxpr(parameter.expand)(*parameter.in_avals).jaxpr
         for program in _programs_in(parameter):
             yield jaxpr_of(program)
 
 
-def with_programs(
-    parameter: Any,
-    change: Callable[[Program], Program],
-    change_rule: Callable[[Any], Any] = lambda rule: rule,
-) -> Any:
-    """A parameter of an equation with changed programs; itself if nothing changes.
+def with_params(equation: core.JaxprEqn, params: dict[str, Any]) -> core.JaxprEqn:
+    """The equation with other parameters; the same object if they are the same."""
+    if are_same([*params.values()], [*equation.params.values()]):
+        return equation
+    changed: core.JaxprEqn = equation.replace(params=params)
+    return changed
 
-    The rules of a call that JAX keeps closed change too.
-    """
-    if is_closed_call(parameter):
-        return _with_parts(parameter, change, change_rule)
+
+def with_programs(
+    equation: core.JaxprEqn, change: Callable[[Program], Program]
+) -> core.JaxprEqn:
+    """The equation with changed programs; the same object if nothing changes."""
+    changed = {
+        name: with_programs_in(param, change) for name, param in equation.params.items()
+    }
+    return with_params(equation, changed)
+
+
+def with_programs_in(parameter: Any, change: Callable[[Program], Program]) -> Any:
+    """A parameter with changed programs; the same object if nothing changes."""
     programs = _programs_in(parameter)
     changed = [*map(change, programs)]
     if are_same(programs, changed):
@@ -220,60 +250,12 @@ def with_programs(
     return jax.tree.map(lambda _: next(new), parameter)
 
 
-def _with_parts(
-    call: Any,
-    change_program: Callable[[Program], Program],
-    change_rule: Callable[[Any], Any],
-) -> Any:
-    """A call that JAX keeps closed, with changed programs and rules."""
-
-    def change(name: str, part: Any) -> Any:
-        if is_traced_call(part):
-            program = change_program(part.jaxpr)
-            if program is part.jaxpr:
-                return part
-            params = {**part._params, "jaxpr": program}
-            # What is kept beside it was made from the old program.
-            kept = ("_lojax", "_closure_converted")
-            nothing = {name: None for name in kept if hasattr(part, name)}
-            return with_attributes(part, _params=params, **nothing)
-        if isinstance(part, tuple | list) and part and all(map(callable, part)):
-            rules = type(part)(map(change_rule, part))
-            return part if are_same(rules, part) else rules
-        if _is_rule(name, part):
-            return change_rule(part)
-        return with_programs(part, change_program, change_rule)
-
-    params = {name: change(name, part) for name, part in call.params.items()}
-    if are_same([*params.values()], [*call.params.values()]):
-        return call
-    return with_attributes(call, params=params, **params)
-
-
-def _is_rule(name: str, part: Any) -> bool:
-    """Whether an attribute of a closed call is a rule that it follows."""
-    is_function = isinstance(part, types.FunctionType | functools.partial)
-    return is_function and name not in NO_RULES
-
-
-def hidden_programs_of(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """Yields what closed calls run that hold neither programs nor rules."""
-    for call in filter(is_closed_call, equation.params.values()):
-        has_rules = any(_is_rule(*item) for item in call.params.items())
-        if not (has_rules or _programs_in(call)):
-            yield jax.make_jaxpr(call.expand)(*call.in_avals).jaxpr
-
-
 def _programs_in(parameter: Any) -> list[Program]:
     """The programs in a parameter that is one, or that holds nothing else.
 
     What a library keeps beside settings of its own is its own: Equinox compares such
     programs with copies, which are not in the equation.
     """
-    if is_closed_call(parameter):
-        return [x for part in parameter.params.values() for x in _programs_in(part)]
-    if is_traced_call(parameter):
-        return [parameter.jaxpr]
     is_several = isinstance(parameter, tuple | list)
     programs = [x for x in parameter if x is not None] if is_several else [parameter]
     are_programs = (isinstance(x, core.Jaxpr | core.ClosedJaxpr) for x in programs)

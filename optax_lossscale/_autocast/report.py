@@ -1,23 +1,19 @@
 """List the products of a function: in which dtype each computes, and why."""
 
 import collections
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from optax_lossscale._autocast.context import recorded_calls
-from optax_lossscale._autocast.levels import Settings
+from optax_lossscale._autocast.context import recorded_calls, traced_for
+from optax_lossscale._autocast.levels import Settings, make_settings
 from optax_lossscale._autocast.modules import (
     as_partial,
-    call_partial,
     linen_scopes_of,
     trace_call,
-    variables_kept,
 )
 from optax_lossscale._autocast.programs import aval_of, user_line, where_written
 from optax_lossscale._autocast.rewrite import Found, products_of
-from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.types import PyTree
 
 
@@ -67,15 +63,17 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     """
     if not callable(fun):
         raise TypeError(f"`fun` must be a function, got {fun!r}.")
-    function = as_partial(fun)
-    scopes = linen_scopes_of(inspect.unwrap(fun), function, args, kwargs)
-    with recorded_calls() as calls, variables_kept(scopes):
-        trace_call((autocast(call_partial), (function, *args), kwargs))
-        *inside, around = calls  # The last one is that of the line above.
+    settings = make_settings("float16", "O1", (), recompute=True)
+    tree = as_partial(fun), args, kwargs
+    scopes = linen_scopes_of(tree)
+    with recorded_calls() as calls, traced_for(settings.dtype):
+        traced = trace_call(tree, scopes=scopes)  # It is never finished.
+        # A function that calls no `autocast` is shown as `autocast` would run it.
+        looked_at = list(calls) or [(traced.program.jaxpr, settings)]
     rows = (
-        _row(product, settings)
-        for program, settings in inside or [around]
-        for product in (products_of(program, settings) if program else ())
+        _row(product, own_settings)
+        for program, own_settings in looked_at
+        for product in (products_of(program, own_settings) if program else ())
     )
     _print_table(collections.Counter(rows))
 

@@ -8,59 +8,55 @@ hold, such as the body of a loop. So their lines, names, contexts and effects st
 dtypes stay, and no kind of control flow needs a rule of its own.
 """
 
-import concurrent.futures
 import functools
+import itertools
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
 from optax_lossscale._autocast import derivatives as derivatives  # Adds rules to JAX.
-from optax_lossscale._autocast.between import with_low_gradients
+from optax_lossscale._autocast.between import with_known_factors
 from optax_lossscale._autocast.context import traced_for
 from optax_lossscale._autocast.jax_internals import (
     BACKWARD_RULE,
-    BATCHING_RULE,
     KERNELS,
     TRACED_RULES,
-    TRANSPOSE_RULE,
-    pvary_p,
-    with_changed_result,
+    is_closed_call,
+    name_of_rules,
+    with_changed_rule,
+    with_expansion,
 )
-from optax_lossscale._autocast.levels import HIGH, Settings
+from optax_lossscale._autocast.levels import Settings
 from optax_lossscale._autocast.lookups import wide_lookup
-from optax_lossscale._autocast.markers import reason_of_marker
+from optax_lossscale._autocast.loops import with_lean_loops
 from optax_lossscale._autocast.modules import Traced, trace
 from optax_lossscale._autocast.products import (
     FLOAT32,
     PRODUCTS,
+    Product,
     low_product_p,
-    product_of,
 )
 from optax_lossscale._autocast.programs import (
-    Atom,
     Program,
     aval_of,
-    bind,
+    cast_equation,
     changed_once,
     equations_of,
-    hidden_programs_of,
     jaxpr_of,
+    line_in_code,
     programs_of,
-    read,
     scope_of,
     with_equations,
-    with_programs,
+    with_params,
+    with_programs_in,
 )
-from optax_lossscale._ground.tree import are_same
 from optax_lossscale._ground.types import PyTree
 
 _DEFAULT_PRECISIONS = (
@@ -68,103 +64,83 @@ _DEFAULT_PRECISIONS = (
     lax.Precision.DEFAULT,
     lax.DotAlgorithmPreset.DEFAULT,
 )
-_REWRITTEN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def evaluate(traced: Traced, settings: Settings) -> list[jax.Array]:
     """The results of a traced program, with low products."""
     results = core.jaxpr_as_fun(rewrite(traced.program, settings))(*traced.arrays)
-    # Of a literal or a constant JAX returns what it holds, which may be another array.
+    # A result that is a literal or a constant may be an array of NumPy.
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
 
 
 def rewrite(program: Program, settings: Settings) -> Program:
-    """The program with low products, and what is between them."""
-    return with_low_gradients(_with_low_products(program, settings), settings.recompute)
+    """The program with low products, which know their factors, and with lean loops."""
+    program = with_known_factors(_with_low_products(program, settings))
+    return with_lean_loops(program) if settings.recompute else program
 
 
 def _with_low_products(program: Program, settings: Settings) -> Program:
-    """The program with low products; the very same object if it holds none."""
-    return changed_once(
-        _REWRITTEN, program, settings, lambda: _rewritten(program, settings)
-    )
+    """The program with low products; the very same object if nothing changes."""
+
+    def change() -> Program:
+        pairs = (_equations_for(each, settings) for each in jaxpr_of(program).eqns)
+        return with_equations(program, list(itertools.chain.from_iterable(pairs)))
+
+    return changed_once(program, settings, change)
 
 
-def _rewritten(program: Program, settings: Settings) -> Program:
-    jaxpr = jaxpr_of(program)
-    equations: list[core.JaxprEqn] = []
-    for equation in jaxpr.eqns:
-        equations += _equations_for(equation, jaxpr, settings)
-    if are_same(equations, jaxpr.eqns):
-        return program
-    return with_equations(program, equations)
-
-
-def _equations_for(
-    equation: core.JaxprEqn, jaxpr: core.Jaxpr, settings: Settings
-) -> list[core.JaxprEqn]:
+def _equations_for(equation: core.JaxprEqn, settings: Settings) -> list[core.JaxprEqn]:
     """What stands in the place of an equation."""
+    inside = settings.inside(equation)
     if equation.primitive.name in KERNELS:
         return [equation]
-    if (lookup := wide_lookup(equation)) is not None:
+    if settings.casts_arguments and (lookup := wide_lookup(equation)):
         return lookup
-    inside = _settings_inside(equation, settings)
-    if equation.primitive not in PRODUCTS:
-        params = {
-            name: _rewritten_param(name, param, inside)
-            for name, param in equation.params.items()
-        }
-        if are_same([*params.values()], [*equation.params.values()]):
-            if inside.reason is None:
-                _warn_of_hidden_products(equation)
+    if equation.primitive in PRODUCTS:
+        is_kept = inside.reason or reason_to_keep(equation, settings.dtype)
+        return [equation] if is_kept else _low_product(equation, settings.dtype)
+    if name := name_of_rules(equation):
+        if inside.reason or not _has_product(equation):
             return [equation]
-        return [equation.replace(params=params)]
-    low, out = settings.dtype, aval_of(equation.outvars[0])
-    if inside.reason or reason_to_keep(equation, jaxpr, low):
-        return [equation]
-    product = product_of(equation, low, low)
-    result = core.Var(out.update(dtype=low, weak_type=False))
-    params = {"new_dtype": FLOAT32, "weak_type": out.weak_type, "sharding": None}
+        warnings.warn(
+            f"`autocast` cannot look into the rules of {name}, so the products in them "
+            f"stay as they are written: {line_in_code(equation)}. (Cast them by hand, "
+            "or mark the function with `full_precision`.)",
+            stacklevel=2,
+        )
+    params = {
+        name: _rewritten_param(name, param, inside)
+        for name, param in equation.params.items()
+    }
+    return [with_params(equation, params)]
+
+
+def _low_product(equation: core.JaxprEqn, low: jnp.dtype) -> list[core.JaxprEqn]:
+    """The low product, and the cast of its result."""
+    product = Product(equation.primitive, tuple(equation.params.items()), low, low)
+    result = core.Var(aval_of(equation.outvars[0]).update(dtype=low, weak_type=False))
     return [
         equation.replace(
             primitive=low_product_p, outvars=[result], params={"product": product}
         ),
-        equation.replace(
-            primitive=primitives.convert_element_type_p, invars=[result], params=params
-        ),
+        cast_equation(equation, result, equation.outvars[0]),
     ]
 
 
-def _settings_inside(equation: core.JaxprEqn, settings: Settings) -> Settings:
-    """The settings for an equation, and for the programs that it holds."""
-    reason = settings.reason or reason_for_all_inside(equation, settings)
-    return settings.inside(equation)._replace(reason=reason)
-
-
-def _warn_of_hidden_products(equation: core.JaxprEqn) -> None:
-    """Warns of products in a call that JAX keeps closed, and that holds no program."""
-    for program in hidden_programs_of(equation):
-        if any(each.primitive in PRODUCTS for each in equations_of(program)):
-            names = {type(each).__name__ for each in equation.params.values()}
-            warnings.warn(
-                f"`autocast` cannot look into {', '.join(sorted(names))}, so its "
-                "products stay as they are written. (`autocast_report` lists them.)",
-                stacklevel=2,
-            )
+def _has_product(equation: core.JaxprEqn) -> bool:
+    programs = map(equations_of, programs_of(equation))
+    return any(each.primitive in PRODUCTS for each in itertools.chain(*programs))
 
 
 def _rewritten_param(name: str, param: Any, settings: Settings) -> Any:
     """A parameter of an equation, with the programs that it holds rewritten."""
     if name in TRACED_RULES:
-        return with_changed_result(param, functools.partial(_low_traced_rule, settings))
-    if name == BACKWARD_RULE and settings.reason is None:
-        return with_changed_result(param, functools.partial(_low_rule, settings))
-    if name == TRANSPOSE_RULE:
-        return _low_traced_rule(settings, param)
-    if name == BATCHING_RULE and callable(param):
-        return _low_rule(settings, param)
-    low_rule = functools.partial(_low_rule, settings)
-    return with_programs(param, lambda x: _with_low_products(x, settings), low_rule)
+        return with_changed_rule(param, functools.partial(_low_traced_rule, settings))
+    if name == BACKWARD_RULE:
+        return with_changed_rule(param, functools.partial(_low_rule, settings))
+    if is_closed_call(param):
+        return with_expansion(param, _low_rule(settings, param.expand))
+    return with_programs_in(param, lambda x: _with_low_products(x, settings))
 
 
 def _low_traced_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
@@ -182,15 +158,13 @@ def _low_rule(settings: Settings, rule: Callable[..., Any]) -> Any:
     """A rule that is traced when it is called, such as the backward rule of a function.
 
     It may compute the forward pass again, as in Equinox's checkpointed loops, and then
-    needs the same numbers. So its products are rounded like those of that pass. Where
-    products stay, it stays too, and may read numbers that a trace would not have.
+    needs the same numbers. So its products are rounded like those of that pass.
     """
-    if settings.reason:
-        return rule
 
-    @functools.wraps(rule)
     def low_rule(*args: Any) -> PyTree:
-        with traced_for(settings.dtype):
+        with traced_for(settings.traced_dtype):
+            if settings.reason is not None:  # As written: it may read numbers.
+                return rule(*args)
             traced = trace(rule, *args)
         return traced.finish(evaluate(traced, settings))
 
@@ -229,30 +203,22 @@ def products_of(
     """
     for equation in jaxpr.eqns:
         inner_scope = (*scope, *scope_of(equation))
-        inside = _settings_inside(equation, settings)
+        inside = settings.inside(equation)
         if equation.primitive in PRODUCTS:
-            own = inside.reason or reason_to_keep(equation, jaxpr, settings.dtype)
+            own = inside.reason or reason_to_keep(equation, settings.dtype)
             yield Found(equation, inner_scope, own, calls)
-        for program in programs_of(equation):
-            yield from products_of(program, inside, inner_scope, (*calls, equation))
-        hidden = inside._replace(reason=inside.reason or "not looked into")
-        for program in hidden_programs_of(equation):
-            yield from products_of(program, hidden, inner_scope, (*calls, equation))
+        products = [
+            product
+            for program in programs_of(equation)
+            for product in products_of(program, inside, inner_scope, (*calls, equation))
+        ]
+        yield from products
+        if products and inside.reason is None and name_of_rules(equation):
+            yield Found(equation, inner_scope, "rules not looked into", calls)
 
 
-def reason_for_all_inside(equation: core.JaxprEqn, settings: Settings) -> str | None:
-    """Why an equation and all programs in it stay as they are written, or None."""
-    if equation.primitive.name in KERNELS:
-        return "in a kernel"
-    if settings.is_high(equation):
-        return HIGH
-    return reason_of_marker(equation)
-
-
-def reason_to_keep(
-    equation: core.JaxprEqn, jaxpr: core.Jaxpr, low: jnp.dtype
-) -> str | None:
-    """Why a product in a program stays as it is written, or None if it runs low.
+def reason_to_keep(equation: core.JaxprEqn, low: jnp.dtype) -> str | None:
+    """Why a product stays as it is written, or None if it runs low.
 
     One factor may be low already: JAX would cast it up, and multiply in float32.
     """
@@ -267,7 +233,18 @@ def reason_to_keep(
             return f"precision={getattr(one, 'name', one)}"
     if math.prod(_contracted_sizes(equation)) in (0, 1):
         return "sums of at most one term"
-    return "moves entries only" if _is_move(equation, jaxpr) else None
+    return "inner product" if _is_inner(equation) else None
+
+
+def _is_inner(equation: core.JaxprEqn) -> bool:
+    """Whether neither factor has an axis of its own, as in a norm or a density.
+
+    A matrix unit gains nothing there.
+    """
+    if equation.primitive is not primitives.dot_general_p:
+        return False
+    batch_axes = equation.params["dimension_numbers"][1][0]
+    return aval_of(equation.outvars[0]).ndim == len(batch_axes)
 
 
 def _contracted_sizes(equation: core.JaxprEqn) -> list[int]:
@@ -280,48 +257,3 @@ def _contracted_sizes(equation: core.JaxprEqn) -> list[int]:
     else:
         numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     return [x[axis] for axis in numbers[0][0]]
-
-
-def _is_move(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
-    """Whether a convolution has a kernel of zeros and single ones, made from nothing.
-
-    Each result then is an entry of the operand, as in `conv_general_dilated_patches`.
-    """
-    if equation.primitive is not primitives.conv_general_dilated_p:
-        return False
-    kernel = _constant(equation.invars[1], jaxpr)
-    if kernel is None:
-        return False
-    channels = np.moveaxis(kernel, equation.params["dimension_numbers"].rhs_spec[0], 0)
-    is_single = np.count_nonzero(channels.reshape(len(channels), -1), axis=1) <= 1
-    return bool(np.all(is_single) and np.all((kernel == 0) | (kernel == 1)))
-
-
-def _constant(atom: Atom, jaxpr: core.Jaxpr) -> np.ndarray | None:
-    """The value of a variable that depends on no input of a program, or None."""
-    needed, equations = {atom}, []
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            equations.append(equation)
-            needed.difference_update(equation.outvars)
-            needed.update(x for x in equation.invars if isinstance(x, core.Var))
-    if needed or any(equation.effects for equation in equations):
-        return None
-    sizes = [n for e in equations for x in e.outvars for n in aval_of(x).shape]
-    if not all(isinstance(size, int) for size in sizes):  # Symbols of `jax.export`.
-        return None
-    # In a thread of its own, because JAX keeps the mesh of a `jax.shard_map` by thread.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(_value, atom, equations[::-1]).result()
-
-
-def _value(atom: Atom, equations: Sequence[core.JaxprEqn]) -> np.ndarray:
-    """The value of a variable that some equations without inputs compute."""
-    values: dict[core.Var, jax.Array] = {}
-    for equation in equations:
-        inputs: Sequence[jax.Array] = [read(x, values) for x in equation.invars]
-        # `pvary` returns its operands, and runs in a `jax.shard_map` only.
-        if equation.primitive is not pvary_p:
-            inputs = bind(equation.primitive, inputs, equation.params)
-        values.update(zip(equation.outvars, inputs, strict=True))
-    return np.asarray(read(atom, values))

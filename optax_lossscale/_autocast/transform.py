@@ -9,21 +9,18 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from optax_lossscale._autocast.context import context, is_off, traced_for
+from optax_lossscale._autocast.context import context, traced_for
 from optax_lossscale._autocast.levels import Settings, are_kept, make_settings
 from optax_lossscale._autocast.markers import cast_array
 from optax_lossscale._autocast.modules import (
     are_initializing,
     as_partial,
-    is_unbound,
     linen_scopes_of,
     trace_call,
 )
 from optax_lossscale._autocast.rewrite import evaluate, products_of
-from optax_lossscale._ground.checks import dtype_meant
 from optax_lossscale._ground.types import PyTree
 
 P = ParamSpec("P")
@@ -67,9 +64,9 @@ def autocast(
     products of their gradients. Everything else stays as it is written.
 
     * *Left in float32* is a product that asks for it (`precision=HIGHEST`, as
-      `jnp.linalg` does), one whose sums have a single term, a convolution that only
-      moves entries, and what `high` or `full_precision` names. `autocast_report` lists
-      all products and says why.
+      `jnp.linalg` does), one whose sums have a single term, an inner product, in which
+      neither factor has an axis of its own, and what `high` or `full_precision` names.
+      `autocast_report` lists all products and says why.
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
     * *Gradients* of parameters are float32 sums. Those of what depends on the result of
       a low product are rounded as that result was, and small float16 ones become zero:
@@ -85,8 +82,8 @@ def autocast(
 
     Args:
       fun: A pure function of pytrees, which may change Flax modules. Arguments that are
-        not arrays of JAX, such as arrays of NumPy, reach it as they are. Without it, a
-        decorator is returned.
+        not arrays of JAX, such as arrays of NumPy, reach it as they are (at O2 and O3
+        float32 ones are cast). Without it, a decorator is returned.
       dtype: float16 or bfloat16.
       level: `"O0"`, `"O1"`, `"O2"` or `"O3"`.
       high: Scopes whose products stay as written, such as `"Net/Dense_0/"`: paths of
@@ -96,8 +93,8 @@ def autocast(
         its products and what is slow, and computes the rest again in the backward pass.
 
     Returns:
-      A function with the signature of `fun` and results of the same dtypes. Outside of
-      `jax.jit` it is traced at each call.
+      A function with the signature of `fun` and results of the same dtypes; at O2 and
+      O3 float16 results become float32. Outside `jax.jit` it is traced at each call.
 
     Raises:
       TypeError: If `fun` is not a function, or `dtype` is not floating.
@@ -115,43 +112,60 @@ def autocast(
       https://nvidia.github.io/apex/amp.html#opt-levels
     """
     settings = make_settings(dtype, level, high, recompute)
-    decorate = functools.partial(_cast, settings=settings)
+    decorate = _Decorator(_decorated, settings=settings)
     return decorate if fun is None else decorate(fun)
 
 
-def _cast(fun: Any, *, settings: Settings) -> Any:
+class _Decorator(functools.partial[Any]):
+    """What `autocast` returns without a function."""
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            "`autocast` is a decorator, not a context manager. (Wrap the function: "
+            "`loss_fn = ols.autocast(loss_fn)`.)"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _decorated(fun: Any, *, settings: Settings) -> Any:
     """The function with low products."""
     if isinstance(fun, staticmethod | classmethod):
-        return type(fun)(_cast(fun.__func__, settings=settings))
+        return type(fun)(_decorated(fun.__func__, settings=settings))
     _check_function(fun)
 
     @functools.wraps(fun)
     def cast_fun(*args: Any, **kwargs: Any) -> PyTree:
-        if is_off():
+        if context.value.is_off:
             return fun(*args, **kwargs)
         if settings.level == "O0":
             _record(None, settings)
             return fun(*args, **kwargs)
-        scopes = linen_scopes_of(fun, args, kwargs)
+        tree = as_partial(fun), args, kwargs
+        scopes = linen_scopes_of(tree)
         if are_initializing(scopes):
             with traced_for(settings.dtype):
                 return fun(*args, **kwargs)
-        tree = low = as_partial(fun), args, kwargs
-        if settings.casts_arguments:
-            low = _lowered(tree, settings)
-        with traced_for(settings.dtype), _explain_errors(settings):
-            traced = trace_call(tree, low, scopes)
-        _record(traced.program.jaxpr, settings)
-        if settings.high:
-            found = list(products_of(traced.program.jaxpr, settings))
-            equations = (each for x in found for each in (*x.calls, x.equation))
-            settings.check_high({x.scope for x in found}, equations)
-        results = evaluate(traced, settings)
-        if settings.casts_arguments:
-            results = _widened(results, tree, low, settings)
-        return traced.finish(results)
+        with _explain_errors(settings):
+            return _call_low(tree, scopes, settings)
 
     return cast_fun
+
+
+def _call_low(tree: PyTree, scopes: Sequence[Any], settings: Settings) -> PyTree:
+    """Traces a call, and evaluates its program with low products."""
+    low = _lowered(tree, settings) if settings.casts_arguments else tree
+    with traced_for(settings.dtype):
+        traced = trace_call(tree, low, scopes)
+    _record(traced.program.jaxpr, settings)
+    if settings.high:
+        found = list(products_of(traced.program.jaxpr, settings))
+        equations = (each for x in found for each in (*x.calls, x.equation))
+        settings.check_high({x.scope for x in found}, equations)
+    results = evaluate(traced, settings)
+    if settings.casts_arguments:
+        results = _widened(results, tree, low, settings)
+    return traced.finish(results)
 
 
 def _record(program: core.Jaxpr | None, settings: Settings) -> None:
@@ -178,9 +192,25 @@ def _widened(
 
 @contextlib.contextmanager
 def _explain_errors(settings: Settings) -> Iterator[None]:
-    """Adds to an error that names the low dtype what O2 and O3 have to do with it."""
+    """Adds to an error of JAX what `autocast` has to do with it."""
     try:
         yield
+    except jax.errors.TracerArrayConversionError as error:
+        error.add_note(
+            "`autocast` traces the function. Outside `jit`, arrays of NumPy among its "
+            "arguments stay arrays of NumPy, which a traced array cannot index. Pass "
+            "arrays of JAX (`jax.tree.map(jnp.asarray, batch)`), or call it under "
+            "`jax.jit`."
+        )
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "`autocast` traces the function, and loses what it writes into objects "
+            "that are not its arguments, such as a module of `flax.linen` in a "
+            "closure. Pass the object as an argument, or wrap the model in place of "
+            "the loss."
+        )
+        raise
     except (TypeError, ValueError) as error:
         if settings.casts_arguments and settings.dtype.name in str(error):
             error.add_note(
@@ -194,30 +224,10 @@ def _explain_errors(settings: Settings) -> Iterator[None]:
 
 
 def _check_function(fun: Any) -> None:
-    """Refuses what only looks like a function, and says what was meant."""
-    hint = ""
-    if _is_dtype(fun):
-        name = dtype_meant(fun) or getattr(fun, "__name__", str(fun))
-        hint = f" (Did you mean `autocast(dtype=jnp.{name})`?)"
-    elif isinstance(fun, str):
-        hint = f" (Did you mean `autocast(level={fun!r})`?)"
-    elif isinstance(fun, type):
-        hint = " (Decorate a method of the class, or pass one of its objects.)"
-    elif not callable(fun) and hasattr(fun, "init"):
-        hint = " (Decorate the loss function. For an optimizer: `loss_scaled`.)"
-    elif not callable(fun):
-        hint = " (Decorate the function itself: `autocast(loss_fn)(params, batch)`.)"
-    elif is_unbound(fun):
-        hint = " (A linen module is called by `apply`: `autocast(model.apply)`.)"
-    if hint:
+    if isinstance(fun, type) or not callable(fun):
         shown = repr(fun) if isinstance(fun, type | str) else type(fun).__name__
-        raise TypeError(f"`fun` must be a function, got {shown}.{hint}")
-
-
-def _is_dtype(value: object) -> bool:
-    if isinstance(value, type):
-        dtype = getattr(value, "dtype", None)
-        return issubclass(value, np.generic) or isinstance(dtype, np.dtype)
-    if isinstance(value, str):
-        return value.startswith("float") or dtype_meant(value) is not None
-    return isinstance(value, np.dtype)
+        raise TypeError(
+            f"`fun` must be a function, got {shown}. (Settings have names, as in "
+            '`autocast(dtype=jnp.bfloat16, level="O2")`. Decorate the methods of a '
+            "class.)"
+        )

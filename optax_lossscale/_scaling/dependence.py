@@ -52,10 +52,7 @@ _CONSTANT = _Source(is_number=True)
 class _SourceRule:
     """What is known of the results of one operation, for `look_into`."""
 
-    nothing = _DATA
-
-    def of_constant(self, value: Any) -> _Source:
-        return _CONSTANT
+    constant = _CONSTANT
 
     def of_operation(self, equation: Any, inputs: Sequence[_Source]) -> list[_Source]:
         result = _merged(inputs)
@@ -213,7 +210,9 @@ def _follow_back(
         if id(equation) not in done:
             done[id(equation)] = equation
             inputs = list(map(source_of, equation.in_tracers))
-            outputs = look_into(equation, inputs, _SourceRule()).outputs
+            outputs: Sequence[_Source] = [_DATA] * len(equation.outvars)
+            if any(source is not _DATA for source in inputs):
+                outputs = look_into(equation, inputs, _SourceRule()).outputs
             results.update(zip(map(id, equation.outvars), outputs, strict=True))
     return list(done.values()), list(map(source_of, arrays))
 

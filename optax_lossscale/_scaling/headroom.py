@@ -171,7 +171,7 @@ def headroom_loss_scale(
         s = jnp.ldexp(jnp.float32(1), jnp.frexp(s)[1] - 1)  # It may have been set.
         raised = s * jnp.where(is_quiet, 2.0**_BITS_PER_QUIET_STEP, 1.0)
         lowered = s * jnp.where(is_repeated, 2.0**-_BITS_PER_REPEAT, 1.0)
-        s = jnp.where(top >= _TINY, _power_of_quotient(usable, top), raised)
+        s = jnp.where(top >= _TINY, power_of_quotient(usable, top), raised)
         s = jnp.where(overflowed, jnp.minimum(s, lowered), s)
         return jnp.clip(s, low, high), HeadroomRuleState(recent, peaks)
 
@@ -183,7 +183,7 @@ def _power_below(number: float) -> float:
     return math.ldexp(1.0, math.frexp(number)[1] - 1)
 
 
-def _power_of_quotient(dividend: float, divisor: jax.Array) -> jax.Array:
+def power_of_quotient(dividend: float, divisor: jax.Array) -> jax.Array:
     """`2**floor(log2(dividend / divisor))`, without rounding the quotient."""
     top, top_exponent = math.frexp(dividend)
     mantissa, exponent = jnp.frexp(divisor)

@@ -9,22 +9,24 @@ from typing import Any, NamedTuple, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from optax_lossscale._autocast.context import without_autocast
 from optax_lossscale._autocast.report import aligned
 from optax_lossscale._autocast.transform import autocast
-from optax_lossscale._ground.checks import check_count, check_scale
+from optax_lossscale._ground.checks import check_scale
 from optax_lossscale._ground.nnx import (
     flax_nnx,
     is_module,
-    is_state,
-    is_variable,
     map_leaves,
 )
-from optax_lossscale._ground.tree import widen
+from optax_lossscale._ground.tree import is_floating_array, widen
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale.diagnostics._trace import check_call, trace_gradients
+from optax_lossscale.diagnostics._trace import (
+    check_call,
+    run,
+    trace_gradients,
+    undisturbed,
+)
 
 
 class GradientError(NamedTuple):
@@ -33,12 +35,13 @@ class GradientError(NamedTuple):
     With the gradient `h` in half precision, unscaled, and `g` in float32:
 
     Attributes:
-      relative_error: `norm(h - g) / norm(g)`, of the entries that are finite in both. A
-        product in float16 rounds by up to 2**-11, or 0.0005, one in bfloat16 by 0.004.
-      flushed: The share of the entries that are not zero in `g`, and are in `h`.
+      relative_error: `norm(h - g) / norm(g)`, of the entries that are finite in both;
+        infinite if there are none. A product in float16 rounds by up to 2**-11, or
+        0.0005, one in bfloat16 by 0.004.
+      flushed: Of the entries that are nonzero in `g`, the share that is zero in `h`.
       nonfinite: The share of entries that are finite in `g`, and NaN or infinite in
         `h`.
-      norm: `norm(g)`.
+      norm: `norm(g)`, of the entries that are finite in it.
       size: The number of entries.
     """
 
@@ -109,13 +112,11 @@ def gradient_errors(
     """
     check_call(fun, args)
     loss_scale = check_scale("loss_scale", loss_scale)
-    settings = functools.partial(autocast, dtype=dtype, level=level)
-    low = _gradients(fun, args, loss_scale, argnums, settings)
-    with without_autocast():
-        wide_args = _in_float32(args)
-        right = _gradients(
-            reference or fun, wide_args, 1.0, argnums, _with_states_of_its_own
-        )
+    cast = functools.partial(autocast, dtype=dtype, level=level)
+    with undisturbed():
+        low = _gradients(fun, args, loss_scale, argnums, cast)
+        with without_autocast():
+            right = _gradients(reference or fun, _in_float32(args), 1.0, argnums, cast)
     return {name: _error_of(low[name], right[name]) for name in right}
 
 
@@ -128,53 +129,36 @@ def _gradients(
 ) -> dict[str, np.ndarray]:
     """The unscaled gradients by their paths, as one compiled program computes them."""
     traced, names = trace_gradients(fun, args, loss_scale, argnums, cast)
-    with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-        lowered = jax.jit(core.jaxpr_as_fun(traced.program)).lower(*traced.arrays)
-        # Or XLA leaves out that a result is rounded, and computes on in float32.
-        compiled = lowered.compile({"xla_allow_excess_precision": False})
-        results = compiled(*traced.arrays)[: len(names)]
-    wide = [np.asarray(widen(x)) for x in results]
-    wide = [x.astype(complex if np.iscomplexobj(x) else float) for x in wide]
+    grads = map(np.asarray, run(traced.program, traced.arrays)[: len(names)])
+    wide = [x.astype(complex if np.iscomplexobj(x) else float) for x in grads]
     return {name: x / loss_scale for name, x in zip(names, wide, strict=True)}
-
-
-def _with_states_of_its_own(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that may change what it merges from states, as under `autocast`."""
-
-    def call(*args: PyTree) -> PyTree:
-        def renewed(node: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: leaf, node) if is_state(node) else node
-
-        return fun(*map_leaves(renewed, args))
-
-    return call
 
 
 def _in_float32(tree: PyTree) -> PyTree:
     """The tree with half-precision arrays in float32, also in modules."""
 
     def widen_array(leaf: PyTree) -> PyTree:
-        return widen(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+        return widen(leaf) if is_floating_array(leaf) else leaf
 
-    def widened(node: Any) -> Any:
-        if is_variable(node):
-            return node.copy(widen(node[...]))
+    def widen_node(node: PyTree) -> PyTree:
         if is_module(node):  # As one graph, so that tied variables stay tied.
             graph, state = flax_nnx().split(node)
             return flax_nnx().merge(graph, jax.tree.map(widen_array, state))
         return jax.tree.map(widen_array, node)
 
-    return map_leaves(widened, tree)
+    return map_leaves(widen_node, tree)
 
 
 def _error_of(low: np.ndarray, right: np.ndarray) -> GradientError:
     is_right, is_low = np.isfinite(right), np.isfinite(low)
     both = is_right & is_low
-    difference, norm = (float(np.linalg.norm(x[both])) for x in (low - right, right))
-    without_norm = np.inf if difference else 0.0
+    difference = float(np.linalg.norm((low - right)[both]))
+    in_both, norm = (float(np.linalg.norm(right[x])) for x in (both, is_right))
+    is_lost = np.any(is_right) and not np.any(both)
+    without_norm = np.inf if difference or is_lost else 0.0
     flushed = int(np.sum((low == 0) & (right != 0)))
     return GradientError(
-        relative_error=difference / norm if norm else without_norm,
+        relative_error=difference / in_both if in_both else without_norm,
         flushed=flushed / max(int(np.sum(right != 0)), 1),
         nonfinite=int(np.sum(is_right & ~is_low)) / max(right.size, 1),
         norm=norm,
@@ -195,11 +179,8 @@ def print_gradient_errors(
 
     Args:
       errors: What `gradient_errors` returned, or a part of it.
-      limit: The largest number of lines, at least 1.
+      limit: The largest number of lines.
       file: The text file to print to. None means standard output.
-
-    Raises:
-      ValueError: If `limit` is below 1.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -212,27 +193,18 @@ def print_gradient_errors(
       w                1.0e+00   100.0%       0.0%  1.22e-07     6
       b                0.0e+00     0.0%       0.0%     0.707     2
     """
-    limit = check_count("limit", limit)
-    worst = sorted(errors.items(), key=lambda item: _badness(item[1]), reverse=True)
-    rows = [(name, *_cells(error)) for name, error in worst[:limit]]
-    lines = aligned([("gradient", *_TITLES), *rows], right=_TITLES)
+
+    def badness(error: GradientError) -> tuple[float, float]:
+        return error.nonfinite, max(error.relative_error, error.flushed)
+
+    worst = sorted(errors, key=lambda name: badness(errors[name]), reverse=True)
+    titles = ("gradient", "relative error", "flushed", "nonfinite", "norm", "size")
+    rows = [titles]
+    for name in worst[:limit]:
+        error, flushed, nonfinite, norm, size = errors[name]
+        shares = f"{flushed:.1%}", f"{nonfinite:.1%}"
+        rows.append((name, f"{error:.1e}", *shares, f"{norm:.3g}", str(size)))
+    lines = aligned(rows, right=titles[1:])
     if len(worst) > limit:
         lines.append(f"... and {len(worst) - limit} more")
     print("\n".join(lines), file=file)
-
-
-_TITLES = ("relative error", "flushed", "nonfinite", "norm", "size")
-
-
-def _badness(error: GradientError) -> tuple[float, float]:
-    return error.nonfinite, max(error.relative_error, error.flushed)
-
-
-def _cells(error: GradientError) -> tuple[str, ...]:
-    return (
-        f"{error.relative_error:.1e}",
-        f"{error.flushed:.1%}",
-        f"{error.nonfinite:.1%}",
-        f"{error.norm:.3g}",
-        str(error.size),
-    )

@@ -18,9 +18,9 @@ from optax_lossscale._autocast.programs import (
     Atom,
     aval_of,
     bind,
+    is_recomputed,
     is_transposed,
     scope_of,
-    scopes_of,
     user_line,
 )
 
@@ -43,7 +43,8 @@ class Context(NamedTuple):
       scope: Names of the scopes around it.
       is_backward: Whether it belongs to a backward pass.
       is_recomputed: Whether a checkpoint computes it again for the backward pass.
-      loop: The number of the outermost loop around it; None outside of loops.
+      loop: The place of the first operation in the outermost loop around it; None
+        outside of loops.
     """
 
     where: str
@@ -53,20 +54,19 @@ class Context(NamedTuple):
     loop: int | None = None
 
     def at(self, equation: core.JaxprEqn) -> Context:
-        """What surrounds the programs of an equation."""
-        names = scopes_of(equation)
-        is_recomputed = self.is_recomputed or "rematted_computation" in names
-        is_backward = self.is_backward or is_transposed(equation)
+        """The context of an equation and of the programs in it."""
+        recomputed = self.is_recomputed or is_recomputed(equation)
+        backward = self.is_backward or is_transposed(equation)
         return self._replace(
             where=user_line(equation) or self.where,
             scope=(*self.scope, *scope_of(equation)),
-            is_backward=is_backward and not is_recomputed,
-            is_recomputed=is_recomputed,
+            is_backward=backward and not recomputed,
+            is_recomputed=recomputed,
         )
 
 
 def is_floating_atom(atom: Atom) -> bool:
-    """Whether a variable or a literal is a floating array; a `jax.Ref` is none."""
+    """Whether a variable or a literal is a floating array, and no `jax.Ref` to one."""
     is_array = isinstance(atom.aval, jax.core.ShapedArray)
     return is_array and jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
@@ -112,12 +112,12 @@ class Operation(NamedTuple):
         the dtype of the result. It is negative if it overflows.
       unscaled_headroom_bits: The same with a loss scale of 1.
       error: The norm of the difference from float32, divided by the norm in float32.
-      loop: The number of the outermost loop around it, counted from 0 over the program;
-        None outside of loops.
       iteration: How often it had run before it first made a nonfinite number; None if
         it made none, or is not in a loop.
-      order: How many results of the whole program came before that one; None if it
-        made none.
+      order: By this, operations are sorted by when they first made a nonfinite number:
+        the place of the operation in the program, or that of the outermost loop around
+        it, and how many results of the whole program came before that one. It is empty
+        if it made none.
     """
 
     primitive: str
@@ -135,9 +135,8 @@ class Operation(NamedTuple):
     headroom_bits: float
     unscaled_headroom_bits: float
     error: float
-    loop: int | None
     iteration: int | None
-    order: int | None = None
+    order: tuple[int, ...]
 
     @property
     def overflows_only_scaled(self) -> bool:
@@ -145,20 +144,35 @@ class Operation(NamedTuple):
         return self.headroom_bits < 0 <= self.unscaled_headroom_bits
 
 
-class Run(NamedTuple):
+class Magnitudes(NamedTuple):
+    """The magnitudes of an array.
+
+    Attributes:
+      largest: The largest one; infinite if an entry is NaN.
+      smallest: The smallest one.
+      nonfinite: How many entries are NaN or infinite.
+      nan: How many are NaN. Both parts of a complex number count.
+    """
+
+    largest: float
+    smallest: float
+    nonfinite: float
+    nan: float
+
+
+class Measured(NamedTuple):
     """What was measured of one run of an operation.
 
     Attributes:
-      results: For each floating result its largest and smallest magnitude, NaN if an
-        entry is, and how many entries are not finite.
-      operands: The same for each floating operand, literals included.
-      exact: The largest magnitude of the result in float32, the share of its nonzero
-        entries that are zero in the result, and the error; else empty.
+      results: The magnitudes of each floating result.
+      operands: The magnitudes of each floating operand, literals included.
+      in_float32: The largest magnitude of the result in float32, the share of its
+        nonzero entries that are zero in the result, and the error; else empty.
     """
 
-    results: list[list[float]]
-    operands: list[list[float]]
-    exact: list[float]
+    results: list[Magnitudes]
+    operands: list[Magnitudes]
+    in_float32: list[float]
 
 
 class Entry:
@@ -169,32 +183,32 @@ class Entry:
       context: Its line, its scope, and what surrounds it.
       runs: How often it ran.
       worst: Its numbers, by the names of the fields of `Operation`.
-      first: The run that made the first nonfinite numbers, how many runs there were
-        before it, and how many runs of all operations.
+      first: What was measured of the run that made the first nonfinite numbers, how
+        many runs there were before it, and its `order`.
     """
 
     def __init__(self, equation: core.JaxprEqn, context: Context) -> None:
         self.equation, self.context = equation, context
         self.runs, self.worst = 0, dict[str, Any]()
-        self.first: tuple[Run, int, int] | None = None
+        self.first: tuple[Measured, int, tuple[int, ...]] | None = None
 
-    def add(self, run: Run, order: int) -> None:
-        """Counts one more run. `order` counts the runs of all operations before it."""
-        largest = _largest_of(run.results)
-        exact, underflow, error = run.exact or (largest, 0.0, 0.0)
+    def add(self, measured: Measured, order: tuple[int, ...]) -> None:
+        """Counts one more run."""
+        largest = _largest_of(measured.results)
+        exact, underflow, error = measured.in_float32 or (largest, 0.0, 0.0)
         if not math.isfinite(exact):  # Then nothing was lost by rounding.
             exact, underflow, error = math.inf, 0.0, 0.0
-        nonfinite = int(sum(row[2] for row in run.results))
+        nonfinite = int(sum(x.nonfinite for x in measured.results))
         numbers = {
             "largest": largest,
             "float32_largest": exact,
             "nonfinite": nonfinite,
-            "made_nonfinite": nonfinite if _is_made(run) else 0,
+            "made_nonfinite": nonfinite if _is_made(measured) else 0,
             "underflow": underflow,
             "error": math.inf if math.isnan(error) else error,
         }
         if numbers["made_nonfinite"] and self.first is None:
-            self.first = run, self.runs, order
+            self.first = measured, self.runs, order
         self.runs += 1
         self.worst = {x: max(n, self.worst.get(x, n)) for x, n in numbers.items()}
 
@@ -208,7 +222,7 @@ class Entry:
             primitive, dtype = product.primitive, np.dtype(product.low)
         headroom = _headroom(self.worst["float32_largest"], result.dtype)
         scale_bits = math.log2(loss_scale) if context.is_backward else 0.0
-        run, iteration, order = self.first or (None, None, None)
+        measured, iteration, order = self.first or (None, None, ())
         return Operation(
             primitive=primitive.name,
             where=context.where,
@@ -216,10 +230,9 @@ class Entry:
             is_backward=context.is_backward,
             dtype=dtype,
             shape=result.shape,
-            cause="" if run is None else _cause(equation, run),
+            cause="" if measured is None else _cause(equation, measured),
             headroom_bits=headroom,
             unscaled_headroom_bits=headroom + scale_bits,
-            loop=context.loop,
             iteration=None if context.loop is None else iteration,
             order=order,
             **self.worst,
@@ -242,17 +255,17 @@ def operations_of(entries: Iterable[Entry], loss_scale: float) -> list[Operation
     return operations
 
 
-def _largest_of(rows: Sequence[Sequence[float]]) -> float:
+def _largest_of(arrays: Sequence[Magnitudes]) -> float:
     """The largest magnitude of some arrays; infinite if one holds NaN."""
-    return max((math.inf if math.isnan(x) else x for x, *_ in rows), default=0.0)
+    return max((x.largest for x in arrays), default=0.0)
 
 
-def _is_made(run: Run) -> bool:
+def _is_made(measured: Measured) -> bool:
     """Whether an operation made its nonfinite results, and did not receive them."""
-    if any(math.isnan(row[0]) for row in run.operands):
+    if any(x.nan for x in measured.operands):
         return False
-    is_nan = any(math.isnan(row[0]) for row in run.results)
-    return is_nan or math.isfinite(_largest_of(run.operands))
+    is_nan = any(x.nan for x in measured.results)
+    return is_nan or math.isfinite(_largest_of(measured.operands))
 
 
 def _headroom(largest: float, dtype: np.dtype) -> float:
@@ -261,51 +274,43 @@ def _headroom(largest: float, dtype: np.dtype) -> float:
         return math.log2(float(jnp.finfo(dtype).max)) - float(np.log2(largest))
 
 
-def _cause(equation: core.JaxprEqn, run: Run) -> str:
+def _cause(equation: core.JaxprEqn, measured: Measured) -> str:
     """Why an operation made a nonfinite number."""
     result = floating_result(equation)
     is_product = equation.primitive is low_product_p
     low = equation.params["product"].low if is_product else aval_of(result).dtype
-    top, received = float(jnp.finfo(low).max), _largest_of(run.operands)
+    top, received = float(jnp.finfo(low).max), _largest_of(measured.operands)
     if not math.isfinite(received):
         return "An operand was infinite, and the result is NaN."
     if is_product and received > top:
         return f"An operand was too large for {low}: {received:.3g}, beyond {top:g}."
     is_narrow = is_below_float32(aval_of(result).dtype)
-    if run.exact and is_narrow and run.exact[0] < math.inf:
-        in_float32 = f"In float32 its largest entry is {run.exact[0]:.3g}"
-        if run.exact[0] <= top:
+    exact = measured.in_float32[0] if measured.in_float32 else math.inf
+    if is_narrow and exact < math.inf:
+        in_float32 = f"In float32 its largest entry is {exact:.3g}"
+        if exact <= top:
             return f"{in_float32}, so the compiler has changed the order of operations."
         return f"{in_float32}, beyond {top:g}, the largest number of {low}."
     if equation.primitive in _SOLVERS:
         return "The matrix was singular, or nearly so."
-    if equation.primitive in ELEMENTWISE and _is_nonfinite_at_zero(equation, run):
+    if equation.primitive in ELEMENTWISE and _is_nonfinite_at_zero(equation, measured):
         return "An operand was zero."
-    is_nan = any(math.isnan(row[0]) for row in run.results)
+    is_nan = any(x.nan for x in measured.results)
     if is_nan or equation.primitive in _WITH_POLES:
         return "It is not defined for its operands, which were finite."
     return f"An operand was too large: up to {received:.3g}."
 
 
-def _is_nonfinite_at_zero(equation: core.JaxprEqn, run: Run) -> bool:
-    """Whether an operation on ones is finite, but not if zero stands for some.
-
-    It takes one entry of each operand for each entry of its result.
-    """
-    rows = iter(run.operands)
-    smallest = [next(rows)[1] if is_floating_atom(x) else 1.0 for x in equation.invars]
-
-    def is_finite(zero: float) -> bool:
-        operands = [
-            atom.val
-            if isinstance(atom, core.Literal) and number != 0
-            else jnp.full((), zero if number == 0 else 1, aval_of(atom).dtype)
-            for atom, number in zip(equation.invars, smallest, strict=True)
-        ]
-        (result,) = bind(equation.primitive, operands, equation.params)
-        return bool(jnp.isfinite(result))
-
-    return is_finite(1.0) and not is_finite(0.0)
+def _is_nonfinite_at_zero(equation: core.JaxprEqn, measured: Measured) -> bool:
+    """Whether it is nonfinite for the smallest entries of its operands, one a zero."""
+    magnitudes = iter(x.smallest for x in measured.operands)
+    smallest = [next(magnitudes) if is_floating_atom(x) else 1 for x in equation.invars]
+    operands = [
+        x.val if isinstance(x, core.Literal) else jnp.asarray(number, aval_of(x).dtype)
+        for x, number in zip(equation.invars, smallest, strict=True)
+    ]
+    (result,) = bind(equation.primitive, operands, equation.params)
+    return 0 in smallest and not bool(jnp.isfinite(result))
 
 
 def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
@@ -336,11 +341,5 @@ def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
       >>> first.cause
       'In float32 its largest entry is 1.8e+05, beyond 65504, the largest number ...'
     """
-    operations = list(operations)
-    made: list[tuple[bool, int, int, int]] = []
-    starts: dict[int, int] = {}  # Of each loop, the place of its first operation.
-    for place, x in enumerate(operations):
-        start = place if x.loop is None else starts.setdefault(x.loop, place)
-        if x.made_nonfinite:  # In a loop, time tells which was first.
-            made.append((x.is_backward, start, x.order or 0, place))
-    return operations[min(made)[-1]] if made else None
+    made = [x for x in operations if x.made_nonfinite]
+    return min(made, key=lambda x: (x.is_backward, x.order), default=None)

@@ -9,7 +9,6 @@ from typing import TextIO
 import jax.numpy as jnp
 
 from optax_lossscale._autocast.report import aligned
-from optax_lossscale._ground.checks import check_count
 from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
 
 _NUMBERS = ("largest", "nonfinite", "underflow", "error", "headroom")
@@ -35,11 +34,8 @@ def print_operation_report(
 
     Args:
       operations: What `trace_operations` returned, or a part of it.
-      limit: The largest number of lines, at least 1.
+      limit: The largest number of lines.
       file: The text file to print to. None means standard output.
-
-    Raises:
-      ValueError: If `limit` is below 1.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -54,7 +50,6 @@ def print_operation_report(
       operation    pass     dtype    largest  nonfinite  underflow  error  headroom ...
       dot_general  forward  float16      inf          2       0.0%    inf      -1.5 ...
     """
-    limit = check_count("limit", limit)
     worst, lines = _worst(operations), _summary(operations)
     if worst:
         rows = [_TITLES, *map(_cells, worst[:limit])]
@@ -93,9 +88,8 @@ def _describe(operation: Operation) -> str:
     entries = f"{operation.made_nonfinite} of {size} entries"
     if operation.iteration is not None:
         entries += f", first after {operation.iteration} runs"
-    is_cast = operation.primitive == "convert_element_type"
-    name = "convert_element_type (a cast)" if is_cast else operation.primitive
-    what = f"{name} at {operation.where}{scope}, {which} pass: {entries}."
+    where = f"{operation.where}{scope}, {which} pass"
+    what = f"{operation.primitive} at {where}: {entries}."
     if not operation.overflows_only_scaled:
         return f"{what} {operation.cause}"
     lower = math.ceil(-operation.headroom_bits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +19,11 @@ from optax_lossscale._autocast.context import recorded_calls
 from optax_lossscale._autocast.modules import (
     Traced,
     as_partial,
-    call_partial,
     linen_scopes_of,
     trace_call,
     variables_kept,
 )
-from optax_lossscale._autocast.programs import place_in
+from optax_lossscale._autocast.programs import Program, place_in
 from optax_lossscale._autocast.transform import autocast
 from optax_lossscale._ground.checks import check_concrete, check_scale
 from optax_lossscale._ground.nnx import map_leaves, modules_of
@@ -40,7 +41,6 @@ from optax_lossscale.diagnostics._instrument import (
 )
 from optax_lossscale.diagnostics._operation import (
     Context,
-    Entry,
     Operation,
     operations_of,
 )
@@ -111,10 +111,16 @@ def trace_operations(
     """
     check_call(fun, args)
     loss_scale = check_scale("loss_scale", loss_scale)
-    context = Context(_where_defined(fun))
-    settings = functools.partial(autocast, dtype=dtype, level=level)
-    traced, _ = trace_gradients(fun, args, loss_scale, argnums, settings)
-    return operations_of(_run(traced, context), loss_scale)
+    cast = functools.partial(autocast, dtype=dtype, level=level)
+    with undisturbed():
+        traced, _ = trace_gradients(fun, args, loss_scale, argnums, cast)
+        program = _without_dead_code(traced.program)  # Statistics would keep it alive.
+        on_device = runs_on_several_devices(program, traced.arrays)
+        instrumenter = Instrumenter(on_device=on_device)
+        context = Context(_where_defined(fun))
+        run(instrumenter.instrument(program, context), traced.arrays)
+        jax.effects_barrier()
+        return operations_of(instrumenter.entries, loss_scale)
 
 
 def check_call(fun: Any, args: PyTree) -> None:
@@ -149,9 +155,8 @@ def trace_gradients(
     # JAX would compute casts of NumPy's arrays while it traces, where nobody sees them.
     args = map_leaves(_on_device, args)
     function = as_partial(fun)
-    scopes = linen_scopes_of(inspect.unwrap(fun), function, args)
     if modules_of(function):  # As an argument, they may change.
-        fun, args = call_partial, (function, *args)
+        fun, args = operator.call, (function, *args)
         argnums = jax.tree.map(lambda number: number + (number >= 0), argnums)
 
     names: list[str] = []
@@ -159,41 +164,42 @@ def trace_gradients(
     def trace(fun: Callable[..., Any]) -> tuple[Traced, int]:
         """The program, traced anew, and how often it calls `autocast`."""
         grad_fun = _with_gradients(fun, argnums, names)
-        with recorded_calls() as calls, variables_kept(scopes):
-            traced = trace_call((grad_fun, (jnp.float32(loss_scale), *args), {}))
+        with recorded_calls() as calls, variables_kept(linen_scopes_of(args)):
+            inputs = jnp.float32(loss_scale), *args
+            traced = trace_call((as_partial(grad_fun), inputs, {}))
             return traced, len(calls)
 
     traced, count = trace(cast(fun))
-    return (traced if count <= 1 else trace(fun)[0]), names
+    if count > 1:  # One call is that of `cast` itself. The others are made by `fun`.
+        traced, _ = trace(fun)
+    return traced, names
 
 
-def _run(traced: Traced, context: Context) -> list[Entry]:
-    """Runs a program with statistics, and returns its operations.
+def run(program: Program, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Compiles and runs a program, with every result rounded as it is written."""
+    lowered = jax.jit(core.jaxpr_as_fun(program)).lower(*arrays)
+    # Or XLA leaves out that a result is rounded, and computes on in float32.
+    compiled = lowered.compile({"xla_allow_excess_precision": False})
+    results: list[jax.Array] = jax.block_until_ready(compiled(*arrays))
+    return results
 
-    Settings that look for NaN, or compile nothing, would stop it.
-    """
-    jaxpr, arrays = traced.program.jaxpr, traced.arrays
-    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    closed = core.ClosedJaxpr(jaxpr, traced.program.consts)
-    instrumenter = Instrumenter(on_device=runs_on_several_devices(closed, arrays))
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context without the settings that stop at NaN, or compile nothing."""
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        instrumented = instrumenter.instrument(closed, context)
-        lowered = jax.jit(core.jaxpr_as_fun(instrumented)).lower(*arrays)
-        # Or XLA leaves out that a result is rounded, and computes on in float32.
-        compiled = lowered.compile({"xla_allow_excess_precision": False})
-        jax.block_until_ready(compiled(*arrays))
-        jax.effects_barrier()
-    return instrumenter.entries
+        yield
+
+
+def _without_dead_code(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    is_used = [True] * len(program.jaxpr.outvars)
+    jaxpr, _ = pe.dce_jaxpr(program.jaxpr, is_used, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, program.consts)
 
 
 def _on_device(leaf: PyTree) -> PyTree:
     is_numpy = isinstance(leaf, np.ndarray) and is_floating(leaf)
     return jnp.asarray(leaf) if is_numpy else leaf
-
-
-def _is_loss(result: Any) -> bool:
-    is_number = isinstance(result, float | jax.Array | np.ndarray | np.generic)
-    return is_number and is_floating(result) and jnp.ndim(result) == 0
 
 
 def _with_gradients(
@@ -208,7 +214,7 @@ def _with_gradients(
         results = fun(*args)
         is_several = isinstance(results, tuple | list) and len(results) > 0
         loss = results[0] if is_several else results
-        if not _is_loss(loss):
+        if not is_floating(loss) or jnp.ndim(loss):
             shapes = jax.tree.map(lambda x: getattr(x, "aval", x), results)
             raise TypeError(
                 "`fun` must return a floating scalar, alone or first in a tuple, got "
@@ -231,10 +237,5 @@ def _with_gradients(
 
 def _where_defined(fun: Any) -> str:
     """File, first line and name of a function."""
-    fun = inspect.unwrap(fun)
-    if isinstance(fun, functools.partial):
-        return _where_defined(fun.func)
-    for function in (fun, type(fun).__call__):
-        if code := getattr(function, "__code__", None):
-            return place_in(code, code.co_firstlineno)
-    return type(fun).__name__
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    return place_in(code, code.co_firstlineno) if code else type(fun).__name__

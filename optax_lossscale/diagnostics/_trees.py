@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import Any, NamedTuple, TextIO
 
 import jax
@@ -13,23 +13,12 @@ from optax_lossscale._ground.checks import (
     check_concrete,
     check_float_dtype,
     check_number,
+    check_scale,
 )
-from optax_lossscale._ground.tree import (
-    check_arrays,
-    floating_leaves,
-    is_floating,
-    real_parts,
-    widen,
-)
+from optax_lossscale._ground.tree import floating_leaves, real_parts, widen
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale.diagnostics._bits import (
-    Split,
-    exponent_of_quotient,
-    largest_of,
-    power_of_two,
-    split,
-    split_number,
-)
+from optax_lossscale._scaling.finite import max_magnitude
+from optax_lossscale._scaling.headroom import power_of_quotient
 
 
 class ExponentHistogram(NamedTuple):
@@ -92,8 +81,6 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
       file: The text file to print to. None means standard output.
 
     Raises:
-      ValueError: If `tree` is a report of several ensemble members, made by `vmap` of
-        `nonfinite_report`.
       TypeError: If it is called inside `jit`.
 
     Example:
@@ -114,11 +101,6 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
         for of_leaf in tree.values()
     )
     report = jax.device_get(tree if is_report else nonfinite_report(tree))
-    if any(jnp.ndim(of_leaf["nan"]) for of_leaf in report.values()):
-        raise ValueError(
-            "`tree` must be the report of one member, got a report made by `vmap`. "
-            "(Select one member: `jax.tree.map(lambda x: x[0], report)`.)"
-        )
     shares = {
         path: (of_leaf["nan"] + of_leaf["inf"]) / max(of_leaf["size"], 1)
         for path, of_leaf in report.items()
@@ -169,10 +151,11 @@ def exponent_histogram(
     # The last two bins are for zero and for nonfinite entries.
     bins = jnp.arange(n + 2, dtype=jnp.int32)
     counts = jnp.zeros_like(bins)
-    for entry in _splits(tree):
-        index = jnp.clip(entry.exponent, min_exponent, max_exponent) - min_exponent
-        index = jnp.where(entry.is_zero, n, index)
-        index = jnp.where(entry.is_finite, index, n + 1)
+    for x in _real_arrays(tree):
+        exponent = jnp.frexp(x)[1] - 1  # Its mantissa is from 1/2 to 1.
+        index = jnp.clip(exponent, min_exponent, max_exponent) - min_exponent
+        index = jnp.where(x == 0, n, index)
+        index = jnp.where(jnp.isfinite(x), index, n + 1)
         # One sum for each bin, because a scatter would gather sharded leaves.
         counts += lax.map(lambda b, x=index: jnp.sum(x == b, dtype=jnp.int32), bins)
     exponents = jnp.arange(min_exponent, max_exponent + 1, dtype=jnp.int32)
@@ -193,16 +176,16 @@ def underflow_fraction(
 
     Args:
       tree: Any pytree, usually gradients in float32.
-      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
-        are rounded.
+      scale: `f32[]`, dimensionless, from `2**-126` to `2**126`. Entries are multiplied
+        by it before they are rounded.
       dtype: A floating dtype. A result that is subnormal in it does not count as zero.
 
     Returns:
       `f32[]`, from 0 to 1. It is 0 if every entry is zero or nonfinite.
 
     Raises:
-      TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `scale` is not a positive number.
+      TypeError: If `dtype` is not a floating dtype, or `scale` is not a number.
+      ValueError: If `scale` is outside its range.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -216,23 +199,15 @@ def underflow_fraction(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, figures 2 and 3
       (https://arxiv.org/abs/1710.03740).
     """
-    # Half of the smallest subnormal number rounds to zero (ties go to even), and so
-    # does every smaller number.
-    smallest = jnp.finfo(check_float_dtype("dtype", dtype)).smallest_subnormal
-    half_exponent = split_number(float(smallest)).exponent - 1
-    factor = split(_check_positive("scale", scale))
+    smallest = float(jnp.finfo(check_float_dtype("dtype", dtype)).smallest_subnormal)
+    factor = _factor(scale)
     flushed = nonzero = jnp.zeros((), jnp.float32)
-    for entry in _splits(tree):
-        mantissa = entry.mantissa * factor.mantissa.astype(entry.mantissa.dtype)
-        exponent = entry.exponent + factor.exponent - half_exponent
-        # The scaled entry is `mantissa * 2**exponent` times half of the smallest
-        # subnormal number. The mantissa is from 1 to 4, so clipping the exponent to
-        # [-2, 1] cannot take the product to the other side of 1.
-        power = power_of_two(jnp.clip(exponent, -2, 1)).astype(mantissa.dtype)
-        is_flushed = mantissa * power <= 1
-        is_counted = entry.is_finite & ~entry.is_zero
+    for x in _real_arrays(tree):
+        is_counted = jnp.isfinite(x) & (x != 0)
+        # Half of the smallest number rounds to zero, because ties go to even.
+        is_flushed = is_counted & (jnp.abs(x * factor.astype(x.dtype)) <= smallest / 2)
         # Counted in integers, because a sum of ones in float32 stops at 2**24.
-        flushed += jnp.sum(is_counted & is_flushed, dtype=jnp.int32).astype(jnp.float32)
+        flushed += jnp.sum(is_flushed, dtype=jnp.int32).astype(jnp.float32)
         nonzero += jnp.sum(is_counted, dtype=jnp.int32).astype(jnp.float32)
     return flushed / jnp.maximum(nonzero, 1)
 
@@ -251,7 +226,8 @@ def headroom_bits(
       tree: Any pytree, usually unscaled gradients. Under `autocast` the gradients of
         parameters are computed in float32, so look at those of activations, which can
         overflow.
-      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it.
+      scale: `f32[]`, dimensionless, from `2**-126` to `2**126`. Entries are multiplied
+        by it.
       dtype: A floating dtype.
 
     Returns:
@@ -259,22 +235,16 @@ def headroom_bits(
       zero, and minus infinity if an entry is nonfinite.
 
     Raises:
-      TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `scale` is not a positive number.
+      TypeError: If `dtype` is not a floating dtype, or `scale` is not a number.
+      ValueError: If `scale` is outside its range.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> print(ols.diagnostics.headroom_bits(jnp.array([1.0, -2.0])).round(2))
       15.0
     """
-    top = largest_of(_splits(tree))
-    largest = split_number(float(jnp.finfo(check_float_dtype("dtype", dtype)).max))
-    factor = split(_check_positive("scale", scale))
-    exponent = largest.exponent - top.exponent - factor.exponent
-    mantissa = largest.mantissa / (top.mantissa * factor.mantissa)
-    bits = exponent.astype(jnp.float32) + jnp.log2(mantissa)
-    bits = jnp.where(top.is_zero, jnp.inf, bits)
-    return jnp.where(top.is_finite, bits, -jnp.inf)
+    top = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
+    return math.log2(top) - jnp.log2(max_magnitude(tree)) - jnp.log2(_factor(scale))
 
 
 def suggest_init_scale(
@@ -311,30 +281,21 @@ def suggest_init_scale(
       Array(True, dtype=bool)
     """
     margin_bits = check_number("margin_bits", margin_bits, 0.0, 126.0)
-    top = largest_of(_splits(tree))
-    largest = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
-    exponent = exponent_of_quotient(split_number(largest * 2.0**-margin_bits), top)
-    scale = power_of_two(jnp.clip(exponent, -126, 126))
-    scale = jnp.where(top.is_zero, 2.0**15, scale)
-    return jnp.where(top.is_finite, scale, jnp.nan)
+    top = float(jnp.finfo(check_float_dtype("dtype", dtype)).max)
+    largest = max_magnitude(tree)
+    scale = power_of_quotient(top * 2.0**-margin_bits, largest)
+    scale = jnp.clip(scale, 2.0**-126, 2.0**126)
+    scale = jnp.where(largest == 0, 2.0**15, scale)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
-def _splits(tree: PyTree) -> Iterator[Split]:
-    """Splits every floating leaf; the two parts of a complex leaf are split apart."""
-    leaves = jax.tree.leaves(tree)
-    check_arrays(leaves)
-    for leaf in leaves:
-        if is_floating(leaf):
-            yield from map(split, real_parts(jnp.asarray(leaf)))
+def _real_arrays(tree: PyTree) -> list[jax.Array]:
+    """The floating leaves in float32 or wider, and both parts of complex ones."""
+    leaves = floating_leaves(tree).values()
+    return [part for leaf in leaves for part in real_parts(widen(leaf))]
 
 
-def _check_positive(name: str, scale: jax.typing.ArrayLike) -> jax.Array:
-    """Returns one factor as an array; the value of a traced one is not checked."""
-    if jnp.shape(scale) != ():
-        raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(scale)}.")
-    factor = jnp.asarray(scale, jnp.float32)
-    if not isinstance(factor, jax.core.Tracer) and not 0 < float(factor) < jnp.inf:
-        raise ValueError(
-            f"`{name}` must be positive and finite in float32, got {scale}."
-        )
-    return factor
+def _factor(scale: jax.typing.ArrayLike) -> jax.Array:
+    """A scale as an array; the value of a traced one is not checked."""
+    is_traced = isinstance(scale, jax.core.Tracer)
+    return jnp.float32(scale if is_traced else check_scale("scale", scale))

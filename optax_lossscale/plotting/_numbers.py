@@ -1,34 +1,27 @@
-"""Draw numbers over the range of a dtype: of leaves, and of operations."""
+"""Draw exponents, and the magnitudes of operations, over the range of a dtype."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._ground.checks import (
-    check_concrete,
-    check_float_dtype,
-)
-from optax_lossscale._ground.tree import floating_leaves
-from optax_lossscale._ground.types import PyTree
+from optax_lossscale._ground.checks import check_float_dtype
 from optax_lossscale.diagnostics._operation import Operation, first_nonfinite
-from optax_lossscale.diagnostics._trees import ExponentHistogram, underflow_fraction
+from optax_lossscale.diagnostics._trees import ExponentHistogram
 from optax_lossscale.plotting._axes import (
     BLUE,
     COLORS,
-    DRAW_OUTSIDE,
     GREEN,
     RED,
     axes_or_new,
-    shown,
+    check_mapping,
 )
-from optax_lossscale.plotting._checks import check_mapping, check_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,8 +44,7 @@ def plot_exponent_histogram(
 
     Args:
       histograms: A mapping from labels, such as `"scaled by 2**15"`, to results of
-        `exponent_histogram`. Colours repeat after seven of them, and pairs of
-        colour and line style after 28.
+        `exponent_histogram`. Colours repeat after seven of them.
       dtype: The floating dtype whose range is shaded.
       ax: Axes to draw into. None makes a new figure.
 
@@ -62,7 +54,7 @@ def plot_exponent_histogram(
     Raises:
       ImportError: If matplotlib is missing.
       TypeError: If `histograms` is not a mapping, if `dtype` is not a floating dtype,
-        or if it is called inside `jit`.
+        or, raised by JAX, if it is called inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -75,16 +67,13 @@ def plot_exponent_histogram(
       figure 3 (https://arxiv.org/abs/1710.03740), show such histograms.
     """
     check_mapping("histograms", histograms, "'gradients': histogram")
-    check_concrete("histograms", list(histograms.values()), DRAW_OUTSIDE)
-    _, ends = np.frexp(_ends_of(check_float_dtype("dtype", dtype)))
+    ends = _ends_of(check_float_dtype("dtype", dtype))
+    lowest, normal, top = np.frexp(ends)[1] - 1  # As `exponent_histogram` has them.
     # Beneath the axes, the legend needs room.
     ax = axes_or_new(ax, height=max(4.0, 3.5 + 0.12 * len(histograms)))
-    # For 1.0 `frexp` gives 1, but its exponent is 0, whose bin is from -0.5 to 0.5.
-    _shade_range(ax.axvspan, dtype, tuple(ends - [1.5, 1.5, 0.5]))
-    styled_histograms = zip(
-        cycle(COLORS), cycle(("-", "--", "-.", ":")), histograms.items(), strict=False
-    )
-    for color, style, (label, histogram) in styled_histograms:
+    _shade_range(ax.axvspan, dtype, (lowest - 0.5, normal - 0.5, top + 0.5))
+    for color, label in zip(cycle(COLORS), histograms, strict=False):
+        histogram = histograms[label]
         exponents, counts = map(np.asarray, histogram[:2])
         drawn = int(counts.sum())
         zero, nonfinite = int(histogram.zero_count), int(histogram.nonfinite_count)
@@ -95,79 +84,13 @@ def plot_exponent_histogram(
             counts / max(drawn, 1),
             np.append(exponents, exponents[-1] + 1) - 0.5,
             color=color,
-            linestyle=style,
             linewidth=2,
-            label=shown(f"{label} ({', '.join(shares)})" if shares else label),
+            label=f"{label} ({', '.join(shares)})" if shares else label,
         )
     ax.set(
         xlabel="exponent: floor(log2(abs(entry)))", ylabel="share of nonzero entries"
     )
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    return ax
-
-
-def plot_underflow_by_leaf(
-    tree: PyTree,
-    *,
-    scale: jax.typing.ArrayLike = 1.0,
-    dtype: jax.typing.DTypeLike = jnp.float16,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws which share of each leaf's nonzero entries a dtype flushes to zero.
-
-    Args:
-      tree: Unscaled gradients in float32.
-      scale: `f32[]`, dimensionless, positive. Entries are multiplied by it before they
-        are rounded. With an array `f32[n]`, each leaf gets a bar for each scale.
-        Colours repeat after seven scales.
-      dtype: The floating dtype in which entries are flushed.
-      ax: Axes to draw into. None makes a new figure.
-
-    Returns:
-      The axes.
-
-    Raises:
-      ImportError: If matplotlib is missing.
-      ValueError: If the tree has no floating leaf, or `scale` is empty or not positive.
-      TypeError: If `scale` holds anything but numbers, if `dtype` is not a floating
-        dtype, or if it is called inside `jit`.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_lossscale as ols
-      >>> grads = {"w": jnp.array([1e-9, 1e-3]), "b": jnp.ones(2)}
-      >>> ax = ols.plotting.plot_underflow_by_leaf(grads)
-      >>> [round(bar.get_width()) for bar in ax.patches]
-      [0, 50]
-    """
-    name = jnp.dtype(check_float_dtype("dtype", dtype)).name
-    check_concrete("tree", (tree, scale), DRAW_OUTSIDE)
-    leaves = floating_leaves(tree)
-    factors = np.atleast_1d(check_numbers("scale", scale).astype(np.float32))
-    if not leaves or not factors.size:
-        raise ValueError(
-            "`tree` must have a floating leaf, and `scale` a number, got "
-            f"{len(leaves)} floating leaves and `scale` of shape {factors.shape}."
-        )
-    ax = axes_or_new(ax, height=max(4.0, 0.22 * len(leaves) * len(factors)))
-    rows, height = np.arange(len(leaves)), 0.8 / len(factors)
-    shares = [
-        [100 * underflow_fraction(leaf, scale=x, dtype=dtype) for x in factors]
-        for leaf in leaves.values()
-    ]
-    widths = np.array(shares, float).T
-    for index, (color, factor) in enumerate(zip(cycle(COLORS), factors, strict=False)):
-        ax.barh(
-            rows + (index - (len(factors) - 1) / 2) * height,
-            widths[index],
-            height,
-            color=color,
-            label=f"scale 2**{np.log2(factor):g}",
-        )
-    ax.set_yticks(rows, [path or "the array" for path in leaves])
-    ax.invert_yaxis()
-    ax.set_xlabel(f"share of nonzero entries flushed to zero in {name}, in %")
-    ax.set_xlim(0, min(100, 1.05 * widths.max()) or 100)  # All if no bar is drawn.
-    ax.legend()
     return ax
 
 
@@ -182,9 +105,11 @@ def plot_operations(
     Each operation is a dot, in one colour for the forward and in another for the
     backward pass. A grey dot shows the magnitude in float32 where it differs by more
     than a tenth. A cross marks an operation that made NaN or infinity, and a point in
-    the same colour one that received some, both at the magnitude in float32. Results
-    that are all zero have no place on the logarithmic axis. The range of normal numbers
-    of the dtype is shaded, and that of subnormal numbers, where bits are lost, paler.
+    the same colour one that received some, both at the magnitude in float32. The title
+    names the first that made some. Results that are all zero have no place on the
+    logarithmic axis, and magnitudes more than 8 bits outside the dtype's range stand at
+    its ends. The range of normal numbers is shaded, and that of subnormal numbers,
+    where bits are lost, paler.
 
     Up to 50 operations are named by their primitives, more by their scopes.
 
@@ -199,7 +124,7 @@ def plot_operations(
     Raises:
       ImportError: If matplotlib is missing.
       TypeError: If `dtype` is not a floating dtype.
-      ValueError: If `operations` is empty, or `dtype` has more than 32 bits.
+      ValueError: If `operations` is empty.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
@@ -211,62 +136,44 @@ def plot_operations(
       'largest magnitude'
     """
     ends = _ends_of(check_float_dtype("dtype", dtype))
-    if jnp.finfo(dtype).bits > 32:
-        raise ValueError(f"`dtype` must have 32 bits or less, got {dtype}.")
     if not operations:
         raise ValueError("`operations` must hold at least one operation, got none.")
     ax = axes_or_new(ax, width=min(14.0, max(7.0, 0.25 * len(operations))), height=5.0)
     _shade_range(ax.axhspan, dtype, ends)
+    low, high = ends[0] * 2.0**-8, ends[2] * 2.0**8
     computed = np.array([x.largest for x in operations])
     exact = np.array([x.float32_largest for x in operations])
     is_backward = np.array([x.is_backward for x in operations])
     is_made = np.array([x.made_nonfinite > 0 for x in operations])
     is_received = np.array([x.nonfinite > 0 for x in operations]) & ~is_made
     is_finite = np.isfinite(computed)
+    is_drawn = is_finite & (computed > 0)
     # Of two dots in one place the upper one would hide the other.
-    with np.errstate(invalid="ignore", over="ignore"):
-        differs = is_finite & (np.abs(computed - exact) > 0.1 * exact)
-    low, high = _limits(np.concatenate([exact, computed]), *ends[::2])
-    at_exact = np.clip(exact, 2 * low, high / 4)
+    is_hidden = np.isclose(computed, exact, rtol=0.1, atol=0.0)
+    differs = is_finite & (exact > 0) & ~is_hidden
     size = float(np.clip(3000 / len(operations), 4, 36))
     for chosen, heights, color, marker, area, label in (
         (differs, exact, "#888888", "o", size, "in float32, where it differs"),
-        (is_finite & ~is_backward, computed, BLUE, "o", size, "forward"),
-        (is_finite & is_backward, computed, GREEN, "o", size, "backward"),
-        (is_received, at_exact, RED, ".", size, "received NaN or infinity"),
-        (is_made, at_exact, RED, "X", 80, "made NaN or infinity"),
+        (is_drawn & ~is_backward, computed, BLUE, "o", size, "forward"),
+        (is_drawn & is_backward, computed, GREEN, "o", size, "backward"),
+        (is_received, exact, RED, ".", size, "received NaN or infinity"),
+        (is_made, exact, RED, "X", 80, "made NaN or infinity"),
     ):
-        (places,) = np.nonzero(chosen & (heights > 0) & np.isfinite(heights))
+        (places,) = np.nonzero(chosen)
         if places.size:
-            ax.scatter(places, heights[places], area, color, marker=marker, label=label)
-    ax.set_yscale("log", base=2)
-    ax.set_ylim(low, high)
+            heights = np.clip(heights[places], low, high)
+            ax.scatter(places, heights, area, color, marker=marker, label=label)
     first = first_nonfinite(operations)
     if first is not None:
-        place = next(i for i, x in enumerate(operations) if x is first)
-        is_right = place > len(operations) / 2
-        ax.annotate(
-            f"{first.primitive}, {first.where}",
-            (place, at_exact[place]),
-            xytext=(-8 if is_right else 8, -16),  # Above are the small dots.
-            textcoords="offset points",
-            ha="right" if is_right else "left",
-            color=RED,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )
-    ax.set(xlabel="operation, in order of execution", ylabel="largest magnitude")
+        ax.set_title(f"First: {first.primitive}, {first.where}", color=RED)
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(low / 4, high * 4)
     ax.set_xlim(-0.5, len(operations) - 0.5)
+    ax.set(xlabel="operation, in order of execution", ylabel="largest magnitude")
     names = _names(operations)
     ax.set_xticks(list(names), list(names.values()), rotation=90, fontsize="small")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), markerscale=6 / size**0.5)
     return ax
-
-
-def _limits(magnitudes: np.ndarray, lowest: float, top: float) -> tuple[float, float]:
-    """The ends of the axis: somewhat beyond the dtype's range, and no further."""
-    drawn = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
-    low, high = min([lowest, *drawn]), max([top, *drawn])
-    return max(low, lowest * 2.0**-12) / 4, min(high, top * 2.0**16) * 16
 
 
 def _names(operations: Sequence[Operation]) -> dict[int, str]:
@@ -274,18 +181,14 @@ def _names(operations: Sequence[Operation]) -> dict[int, str]:
     if len(operations) <= _MOST_NAMES:
         return {i: operation.primitive for i, operation in enumerate(operations)}
     paths = [x.scope.split("/") if x.scope else [] for x in operations]
-    shortest = math.ceil(len(paths) / (2 * _MOST_NAMES))
-
-    def names_at(depth: int) -> dict[int, str]:
-        """The names of the scopes at a depth, each in the middle of its operations."""
-        groups = groupby(enumerate(paths), lambda place: place[1][:depth])
-        long = [x for x in (list(group) for _, group in groups) if len(x) >= shortest]
-        middles = [group[len(group) // 2] for group in long]
-        return {place: "/".join(path[:depth]) for place, path in middles if path}
-
-    candidates = map(names_at, range(1, 1 + max(map(len, paths))))
-    legible = [names for names in candidates if len(names) <= _MOST_NAMES]
-    return max(legible, key=len, default={})
+    for depth in range(max(map(len, paths)), 0, -1):
+        names = enumerate("/".join(path[:depth]) for path in paths)
+        groups = [list(group) for _, group in groupby(names, itemgetter(1))]
+        # Each name in the middle of its operations, if it has one.
+        middles = dict(group[len(group) // 2] for group in groups if group[0][1])
+        if len(middles) <= _MOST_NAMES:
+            return middles
+    return {}
 
 
 def _shade_range(

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from optax_lossscale._ground.checks import (
-    check_concrete,
-    check_scale,
-)
+from optax_lossscale._ground.checks import check_scale
 from optax_lossscale._ground.types import Metrics
-from optax_lossscale.plotting._axes import (
-    BLUE,
-    DRAW_OUTSIDE,
-    RED,
-    STYLES,
-    axes_or_new,
-    shown,
-)
-from optax_lossscale.plotting._checks import check_mapping, check_numbers
+from optax_lossscale.plotting._axes import BLUE, RED, STYLES, axes_or_new, check_mapping
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-_SELECT_ONE = (
-    " (To draw one device or ensemble member, pass `jax.tree.map(lambda x: x[:, 0], "
-    "history)`, with `x[0]` instead if `history` is a list or steps come last.)"
-)
 
 
 def plot_loss_scale(
@@ -61,10 +45,10 @@ def plot_loss_scale(
 
     Raises:
       ImportError: If matplotlib is missing.
-      ValueError: If `history` lacks a key, is empty, or is not stacked, or if
-        `init_scale` is not a usable loss scale.
-      TypeError: If `init_scale` is not a number, if `history` holds strings or steps
-        whose shapes differ, or if it is called inside `jit`.
+      ValueError: If `history` is not the metrics of one run, or `init_scale` not a
+        usable loss scale.
+      TypeError: If `init_scale` is not a number, or, raised by JAX, if it is called
+        inside `jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -80,19 +64,10 @@ def plot_loss_scale(
       >>> print(skipped.get_xdata(), skipped.get_ydata())
       [0 2] [1024.  512.]
     """
-    check_concrete("history", history, DRAW_OUTSIDE)
-    stacked = _stacked(history)
-    after = check_numbers("history['loss_scale']", stacked["loss_scale"])
-    finite = check_numbers("history['last_finite']", stacked["last_finite"]) != 0
-    if after.ndim != 1 or finite.shape != after.shape or not after.size:
-        hints = {0: " (Pass a list of the dicts, one for each step.)", 1: ""}
-        raise ValueError(
-            f"`history` must be stacked over steps, got shapes {after.shape} and "
-            f"{finite.shape}.{hints.get(after.ndim, _SELECT_ONE)}"
-        )
+    after, finite = _over_steps(history)
     first = after[0] if init_scale is None else check_scale("init_scale", init_scale)
     scales = np.concatenate([[first], after])  # Step t used scales[t].
-    skipped = np.flatnonzero(~finite)
+    skipped = np.flatnonzero(finite == 0)
     ax = axes_or_new(ax)
     ax.step(
         np.arange(len(scales)), scales, where="post", color=BLUE, label="loss scale"
@@ -102,11 +77,6 @@ def plot_loss_scale(
         ax.plot(skipped, scales[skipped], "x", color=RED, label=label)
     ax.set_yscale("log", base=2)
     ax.set(xlabel="step", ylabel="loss scale")
-    from matplotlib.ticker import MaxNLocator
-
-    # Given axes may be logarithmic, or have ticks of their own.
-    if isinstance(ax.xaxis.get_major_locator(), MaxNLocator):
-        ax.locator_params(axis="x", integer=True)
     ax.grid(alpha=0.3)
     ax.legend()
     return ax
@@ -134,7 +104,7 @@ def plot_training(
 
     Raises:
       ImportError: If matplotlib is missing.
-      TypeError: If `losses` or `loss_scales` is not a mapping or holds strings, or if
+      TypeError: If `losses` or `loss_scales` is not a mapping, or, raised by JAX, if
         it is called inside `jit`.
 
     Example:
@@ -145,15 +115,12 @@ def plot_training(
     """
     check_mapping("losses", losses, "'float16': losses")
     check_mapping("loss_scales", loss_scales, "'float16': loss_scales")
-    runs = [*losses.values(), *loss_scales.values()]
-    check_concrete("losses", runs, DRAW_OUTSIDE)
     loss_ax, scale_ax = axes_or_new(ax, rows=2, height=6.0)
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
-        values = check_numbers(f"losses[{name!r}]", loss)
-        loss_ax.semilogy(values, label=shown(name), **style)
+        loss_ax.semilogy(_numbers(loss), label=name, **style)
         if name in loss_scales:
-            scales = check_numbers(f"loss_scales[{name!r}]", loss_scales[name])
-            scale_ax.plot(scales, drawstyle="steps-post", label=shown(name), **style)
+            scales = _numbers(loss_scales[name])
+            scale_ax.plot(scales, drawstyle="steps-post", label=name, **style)
     scale_ax.set_yscale("log", base=2)
     loss_ax.set(ylabel="training loss")
     scale_ax.set(xlabel="step", ylabel="loss scale")
@@ -164,19 +131,27 @@ def plot_training(
     return loss_ax, scale_ax
 
 
-def _stacked(history: Metrics | Sequence[Metrics]) -> Mapping[str, Any]:
-    """The metrics of a run as one dict of arrays, or lists, over its steps."""
-    names = {"loss_scale", "last_finite"}
+def _over_steps(history: Metrics | Sequence[Metrics]) -> tuple[np.ndarray, np.ndarray]:
+    """The scale after each step of a run, and whether the step was finite."""
+    names = ("loss_scale", "last_finite")
     steps = [history] if isinstance(history, Mapping) else history
     is_metrics = isinstance(steps, Sequence) and all(
-        isinstance(metrics, Mapping) and names <= set(metrics) for metrics in steps
+        isinstance(metrics, Mapping) and {*names} <= {*metrics} for metrics in steps
     )
-    if not (is_metrics and steps):
+    if not is_metrics:
         raise ValueError(
-            "`history` must be one dict with `loss_scale` and `last_finite`, or a list "
-            f"of a dict for each step, got {history!r:.60}. (Pass what "
-            "`loss_scale_metrics` returned.)"
+            "`history` must be a list of the dicts that `loss_scale_metrics` returned, "
+            f"or one such dict stacked over steps, got {history!r:.60}."
         )
-    if isinstance(history, Mapping):
-        return history
-    return {name: [metrics[name] for metrics in steps] for name in names}
+    arrays = [_numbers([metrics[name] for metrics in steps]) for name in names]
+    after, finite = (x[0] for x in arrays) if isinstance(history, Mapping) else arrays
+    if after.ndim != 1 or finite.shape != after.shape or not after.size:
+        raise ValueError(
+            "`history` must hold one scale and one flag for each step of a run, got "
+            f"shapes {after.shape} and {finite.shape}. (Select one device or member.)"
+        )
+    return after, finite
+
+
+def _numbers(values: object) -> np.ndarray:
+    return np.asarray(jax.device_get(values), float)

@@ -76,36 +76,25 @@ def test_rules_can_ask_which_arguments_have_derivatives():
     assert set(asked) == {(True, False)}
 
 
-def of_all_kinds(w, x):
-    """A product, and results that have no derivatives."""
-    y = x @ w
-    return y, jnp.argmax(y, -1), y > 0, jax.random.key(1), jnp.int8(2)
-
-
 def float0_of(leaf):
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-by_vjp = jax.custom_vjp(of_all_kinds)
-by_vjp.defvjp(
-    lambda w, x: (of_all_kinds(w, x), (w, x)),
-    lambda saved, cts: (3 * saved[1].T @ cts[0], 3 * cts[0] @ saved[0].T),
-)
-by_jvp = jax.custom_jvp(of_all_kinds)
-
-
-@by_jvp.defjvp
-def by_jvp_rule(primals, tangents):
-    (w, x), (w_dot, x_dot) = primals, tangents
-    y, *others = of_all_kinds(w, x)
-    return (y, *others), (3 * (x_dot @ w + x @ w_dot), *map(float0_of, others))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("route", [by_vjp, by_jvp])
-def test_results_without_derivatives_pass_through_a_rule(route):
+def test_results_without_derivatives_pass_through_a_rule_for_tangents():
+    @jax.custom_jvp
+    def of_all_kinds(w, x):
+        y = x @ w
+        return y, jnp.argmax(y, -1), y > 0, jax.random.key(1), jnp.int8(2)
+
+    @of_all_kinds.defjvp
+    def _(primals, tangents):
+        (w, x), (w_dot, x_dot) = primals, tangents
+        y, *others = of_all_kinds(w, x)
+        return (y, *others), (3 * (x_dot @ w + x @ w_dot), *map(float0_of, others))
+
     def fun(w, x):
-        y, best, positive, key, two = route(w, x)
+        y, best, positive, key, two = of_all_kinds(w, x)
         y = jnp.where(positive, y, y / two.astype(y.dtype))
         y = y * jax.random.uniform(key, y.shape)
         return jnp.mean(jnp.take_along_axis(y, best[:, None], -1) ** 2)
@@ -168,3 +157,44 @@ def test_gradients_of_integers_are_float0_inside_and_outside():
     for grads in (ols.autocast(grad(fun))(params), grad(ols.autocast(fun))(params)):
         assert grads["steps"].dtype == jax.dtypes.float0
         assert_close(grads["w"], expected["w"])
+
+
+def test_a_rule_in_a_marked_function_may_read_numbers():
+    rule = jax.custom_vjp(lambda x: jnp.sum(jnp.sin(x)))
+    rule.defvjp(
+        lambda x: (jnp.sum(jnp.sin(x)), x),
+        lambda x, g: (g * jnp.cos(x) if float(g) > 0 else x,),
+    )
+    grads = jax.grad(ols.autocast(ols.full_precision(rule)))(X)
+    np.testing.assert_array_equal(grads, jax.grad(rule)(X))
+
+
+def product_with_rules(seen):
+    """A product whose rules call a kernel, which appends the dtypes that it gets."""
+
+    @ols.low_precision
+    def product(x, w):
+        seen.append(x.dtype)
+        return x @ w
+
+    fun = jax.custom_vjp(lambda x, w: product(x, w))
+    fun.defvjp(
+        lambda x, w: (product(x, w), (x, w)),
+        lambda xw, g: (product(g, xw[1].T), product(xw[0].T, g)),
+    )
+    return lambda w: jnp.sum(fun(jnp.eye(2) @ w, w) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("mark", "low"),
+    [
+        (lambda fun: ols.autocast(jax.named_scope("scope")(fun), high=["scope"]), True),
+        (lambda fun: ols.autocast(ols.full_precision(fun)), False),
+    ],
+)
+def test_a_kernel_in_rules_gets_what_the_function_outside_its_rules_gets(mark, low):
+    seen = []
+    fun, w = mark(product_with_rules(seen)), jnp.full((2, 2), 1 + 2.0**-12)
+    assert jax.value_and_grad(fun)(w)[0] == fun(w)
+    assert {dtype == jnp.float16 for dtype in seen} == {low}
+    assert len(seen) == 5

@@ -5,6 +5,7 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
@@ -42,7 +43,7 @@ def test_level_o0_is_the_function_itself():
 )
 def test_a_function_sees_low_arguments_at_o2_and_o3_alone(cast, low):
     params = {"w": W, "steps": jnp.arange(3), "half": W.astype(jnp.bfloat16)}
-    assert dtypes_seen(cast, params, x=X, flag=jnp.array(True)) == {
+    assert dtypes_seen(cast, params, x=np.asarray(X), flag=jnp.array(True)) == {
         "0/half": "bfloat16",
         "0/steps": "int32",
         "0/w": low,
@@ -65,16 +66,6 @@ def test_all_activations_are_low_and_float16_results_become_float32(cast):
     dtypes = [x.dtype for x in jax.tree.leaves(results)]
     assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
     assert_close(results[0], jnp.exp(jnp.tanh(X @ W)))
-
-
-@both
-def test_what_is_returned_untouched_is_what_was_given(cast):
-    third = jnp.float32(1 / 3)
-    fun = cast(lambda x: x)
-    assert fun(third) is third
-    for transform in (jax.jit, jax.value_and_grad, jax.vmap):
-        given = third[None] if transform is jax.vmap else third
-        assert jnp.ravel(jax.tree.leaves(transform(fun)(given))[0])[0] == third
 
 
 @both
@@ -144,41 +135,29 @@ def test_an_array_in_two_places_is_cast_in_one_of_them_by_its_place():
     assert seen == [{"Dense_0": "float16", "LayerNorm_0": "float32"}] * 2
 
 
-def test_an_array_in_two_variables_is_cast_in_one_of_them_by_its_place():
-    net, seen = Net(), []
-    net.norm.bias = nnx.Param(net.linear.bias[...])
-
-    def fun(net):
-        seen.append([x[...].dtype for x in (net.linear.bias, net.norm.bias)])
-
-    O2(fun)(net)
-    nnx.jit(O2(fun))(net)
-    assert seen == [[jnp.float16, jnp.float32]] * 2
-
-
 class Tied(nnx.Module):
-    """One variable in two layers, and an array that is in no variable."""
+    """One variable in two layers."""
 
     def __init__(self):
         self.linear, self.other = (
             nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(2)
         )
         self.other.kernel = self.linear.kernel
-        self.array = jnp.ones(4)
 
 
 @both
-def test_a_variable_in_two_layers_is_cast_once_and_an_array_in_none_is_cast(cast):
+def test_a_variable_in_two_layers_is_cast_and_stays_one_variable(cast):
     net, seen = Tied(), []
 
     @cast
     def fun(net):
         assert net.linear.kernel is net.other.kernel
-        seen.extend([net.linear.kernel[...].dtype, net.array.dtype])
+        seen.append(net.linear.kernel[...].dtype)
 
     fun(net)
-    assert seen == [jnp.float16] * 2
-    assert net.array.dtype == net.linear.kernel[...].dtype == jnp.float32
+    assert seen == [jnp.float16]
+    assert net.linear.kernel is net.other.kernel
+    assert net.linear.kernel[...].dtype == jnp.float32
 
 
 # --- Errors -----------------------------------------------------------------------
@@ -188,52 +167,24 @@ def with_carry(x):
     return lax.scan(lambda _, row: (row, None), jnp.zeros(4), x)[0]
 
 
-def with_branch(x):
-    return lax.cond(True, lambda: x, lambda: jnp.zeros((3, 4)))
-
-
-def with_convolution(x):
-    return lax.conv_general_dilated(x[None], jnp.ones((1, 3, 1)), (1,), "SAME")
-
-
 def with_sum(x):
     return x + jnp.ones((3, 4))  # The tests run under strict promotion of dtypes.
 
 
-@both
-@pytest.mark.parametrize("fun", [with_carry, with_branch, with_convolution, with_sum])
-def test_an_error_that_names_the_low_dtype_says_what_the_level_did(fun, cast):
-    assert_close(ols.autocast(fun)(X), fun(X))
-    with pytest.raises((TypeError, ValueError), match="type") as error:
-        cast(fun)(X)
-    (note,) = notes_of(error.value)
-    level = cast.keywords["level"]
-    assert f"at level {level} traced the function with float16 arguments" in note
-    assert "in an operation of `jax.lax`, the carry of a loop, the results of" in note
-    assert 'use level "O1"' in note
-
-
-@both
 @pytest.mark.parametrize(
-    ("fun", "message"),
+    ("cast", "fun", "x", "message", "has_note"),
     [
-        (lambda x: x @ x, "contracting dimensions"),
-        (lambda x: x + None, "unsupported operand"),
-        (lambda: 0, "positional argument"),
+        (O2, with_carry, X, "type", True),
+        (O3, with_sum, X, "type", True),
+        (O2, lambda x: x @ x, X, "contracting dimensions", False),
+        (ols.autocast, with_carry, X.astype(complex), "type", False),
     ],
 )
-def test_an_error_that_is_not_about_the_low_dtype_has_no_note(fun, message, cast):
-    with pytest.raises(TypeError, match=message) as error:
-        cast(fun)(X)
-    assert notes_of(error.value) == []
-
-
-def test_an_error_at_o1_has_no_note():
-    with pytest.raises(TypeError, match="type") as error:
-        ols.autocast(with_carry)(X.astype(complex))
-    assert notes_of(error.value) == []
-
-
-def notes_of(error):
-    notes = getattr(error, "__notes__", [])
-    return [note for note in notes if note.startswith("`autocast`")]
+def test_an_error_that_names_the_low_dtype_says_what_the_level_did(
+    cast, fun, x, message, has_note
+):
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        cast(fun)(x)
+    notes = "".join(getattr(error.value, "__notes__", []))
+    assert ("traced the function with float16 arguments" in notes) == has_note
+    assert ('use level "O1"' in notes) == has_note

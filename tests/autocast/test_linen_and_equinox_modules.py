@@ -1,4 +1,4 @@
-"""Modules of Linen, bound or not, and of Equinox: wrapped, given, decorated, named."""
+"""Modules of Linen, bound or not, and of Equinox: as functions and as arguments."""
 
 import functools
 
@@ -10,42 +10,38 @@ import pytest
 from flax import linen as nn
 
 import optax_lossscale as ols
-from helpers.inner import standard_promotion
 from helpers.modules import FRAMEWORKS, ROWS, assert_same_state
 from helpers.places import place_of
 from helpers.under_autocast import W, X, assert_close, dtypes_of
 from optax_lossscale._ground.tree import are_same
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-class Layers(nn.Module):
-    """A linen module with parameters, statistics and dropout."""
-
-    def layers(self, x):
-        with standard_promotion():
-            kernel_init = nn.initializers.orthogonal()  # Computed by products.
-            x = nn.Dense(4, kernel_init=kernel_init, name="dense")(x)
-            x = nn.BatchNorm(use_running_average=False, name="norm")(x)
-            self.sow("intermediates", "normalized", x)
-            return nn.Dropout(0.5, deterministic=False, name="dropout")(x)
+# --- Linen modules that are applied -----------------------------------------------
 
 
-class Plain(Layers):
+def by_a_product(key, shape, dtype):
+    x = jax.random.normal(key, shape, dtype)
+    return x @ x / 4
+
+
+class Plain(nn.Module):
+    """A linen module with parameters, statistics, sown values and dropout."""
+
     @nn.compact
     def __call__(self, x):
-        return self.layers(x)
+        x = nn.Dense(4, kernel_init=by_a_product)(x)
+        x = nn.BatchNorm(use_running_average=False)(x)
+        self.sow("intermediates", "normalized", x)
+        return nn.Dropout(0.5, deterministic=False)(x)
 
 
-class AroundCompact(Layers):
-    @ols.autocast(level="O1")
-    @nn.compact
-    def __call__(self, x):
-        return self.layers(x)
+class Decorated(Plain):
+    __call__ = ols.autocast(level="O1")(Plain.__call__)
 
 
-class Closure(Layers):
-    @nn.compact
-    def __call__(self, x):
-        return ols.autocast(lambda x: self.layers(x))(x)
+class DecoratedO3(Plain):
+    __call__ = ols.autocast(level="O3")(Plain.__call__)
 
 
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -57,77 +53,29 @@ def plain_variables():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AroundCompact, Closure])
-def test_a_linen_module_makes_the_parameters_that_it_makes_without(kind):
-    for level in ("O1", "O3"):
-        cast = ols.autocast(level=level)(kind.__call__)
-        model = type("Cast", (kind,), {"__call__": cast})()
-        variables = jax.jit(model.init)(KEYS, ROWS)
-        assert_same_state(variables, plain_variables(), rtol=1e-6)
+@pytest.mark.parametrize("kind", [Decorated, DecoratedO3])
+def test_a_decorated_linen_module_makes_the_parameters_that_it_makes_without(kind):
+    variables = jax.jit(kind().init)(KEYS, ROWS)
+    assert_same_state(variables, plain_variables(), rtol=1e-6)
 
 
-@pytest.mark.slow
+def apply(model, wrap=lambda fun: fun):
+    mutable = ["batch_stats", "intermediates"]
+    rngs = {"dropout": jax.random.key(2)}
+    fun = wrap(functools.partial(model.apply, mutable=mutable, rngs=rngs))
+    return lambda x: fun(plain_variables(), x)
+
+
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", [AroundCompact, Closure])
-def test_what_a_linen_module_changes_comes_out(kind, jit):
-    def apply(model):
-        mutable = ["batch_stats", "intermediates"]
-        rngs = {"dropout": jax.random.key(2)}
-        fun = functools.partial(model.apply, mutable=mutable, rngs=rngs)
-        return jit(lambda x: fun(plain_variables(), x))(ROWS)
-
-    (result, changed), (expected, other) = apply(kind()), apply(Plain())
-    assert not np.array_equal(changed["batch_stats"]["norm"]["mean"], jnp.zeros(4))
+@pytest.mark.parametrize(
+    "cast", [apply(Decorated()), apply(Plain(), ols.autocast)], ids=["in", "around"]
+)
+def test_what_a_linen_module_changes_comes_out(cast, jit):
+    (result, changed), (expected, other) = jit(cast)(ROWS), apply(Plain())(ROWS)
+    assert np.any(changed["batch_stats"]["BatchNorm_0"]["mean"])
     assert_same_state(changed, other)
     assert_same_state(result, expected)
-    program = jax.make_jaxpr(lambda: apply(kind()))()
-    assert "f16" in str(program)
-
-
-@pytest.mark.slow
-def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
-    norm = nn.BatchNorm(use_running_average=False)
-    variables = norm.init(KEYS, ROWS)
-    cast, plain = (norm.bind(variables, mutable=["batch_stats"]) for _ in range(2))
-
-    def fails(model, x):
-        model(x)
-        raise RuntimeError("of the user")
-
-    with standard_promotion():
-        with pytest.raises(RuntimeError, match="of the user"):
-            ols.autocast(fails)(cast, ROWS)
-        assert_same_state(cast.variables, variables)
-        of_a_global = eval("lambda x: cast(x)", {"cast": cast})  # As in a notebook.
-        for fun in (cast, cast.__call__, lambda x: cast(x), of_a_global):
-            ols.autocast(fun)(ROWS)
-            plain(ROWS)
-            assert_same_state(cast.variables, plain.variables)
-
-
-LOOKS = {
-    "report": ols.autocast_report,
-    "operations": ols.diagnostics.trace_operations,
-}
-GIVEN = {
-    "an argument": lambda norm: (lambda x, norm: jnp.sum(norm(x)), ROWS, norm),
-    "a closure": lambda norm: (lambda x: jnp.sum(norm(x)), ROWS),
-    "a closure under autocast": lambda norm: (
-        ols.autocast(lambda x: jnp.sum(norm(x))),
-        ROWS,
-    ),
-}
-
-
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("look", LOOKS)
-def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, given):
-    norm = nn.BatchNorm(use_running_average=False)
-    bound = norm.bind(norm.init(KEYS, ROWS), mutable=["batch_stats"])
-    before = jax.tree.leaves(bound.variables)
-    with standard_promotion():
-        LOOKS[look](*GIVEN[given](bound))
-    assert are_same(jax.tree.leaves(bound.variables), before)
+    assert dtypes_of(cast, ROWS) == ["float16"]
 
 
 class Counts(nn.Module):
@@ -150,7 +98,7 @@ class InTurn(nn.Module):
 
     def __call__(self, x):
         for way in self.ways:
-            x = way(lambda x: self.layer(x))(x)
+            x = way(self.layer)(x)
         return x
 
 
@@ -158,41 +106,59 @@ def plain(fun):
     return fun
 
 
-def looked_at(fun):
-    def look_and_call(x):
-        ols.autocast_report(fun, x)
-        return fun(x)
-
-    return look_and_call
-
-
-@pytest.mark.parametrize(
-    "ways",
-    [
-        (ols.autocast, plain),
-        (plain, ols.autocast),
-        (ols.autocast, ols.autocast),
-        (looked_at, ols.autocast),
-    ],
-)
-@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("ways", [(ols.autocast, plain), (plain, ols.autocast)])
 def test_what_every_call_of_one_linen_layer_changes_comes_out(ways):
     params = {"params": InTurn((plain,)).init(KEYS, ROWS)["params"]}
 
-    def changed(ways):
-        fun = functools.partial(InTurn(ways).apply, mutable=["losses", "counts"])
-        return fun(params, ROWS)[1]
-
     def loss(params, ways):
-        model = InTurn(ways)
-        _, variables = model.apply(params, ROWS, mutable=["losses", "counts"])
-        return sum(variables["losses"]["layer"]["square"])
+        fun = functools.partial(InTurn(ways).apply, mutable=["losses", "counts"])
+        variables = fun(params, ROWS)[1]
+        return sum(variables["losses"]["layer"]["square"]), variables
 
-    expected = changed((plain, plain))
-    assert len(expected["losses"]["layer"]["square"]) == 2
-    assert_same_state(changed(ways), expected)
-    grads, others = (jax.grad(loss)(params, each) for each in (ways, (plain, plain)))
+    grad = jax.grad(loss, has_aux=True)
+    (grads, changed), (others, expected) = grad(params, ways), grad(params, [plain] * 2)
+    assert expected["counts"]["layer"]["calls"] == 2
+    assert_same_state(changed, expected)
     assert_same_state(grads, others)
+
+
+# --- Bound Linen modules ----------------------------------------------------------
+
+
+def bound_norm():
+    norm = nn.BatchNorm(use_running_average=False)
+    return norm.bind(norm.init(KEYS, ROWS), mutable=["batch_stats"])
+
+
+def fails(model, x):
+    model(x)
+    raise RuntimeError("of the user")
+
+
+@pytest.mark.slow
+def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
+    cast, norm = bound_norm(), bound_norm()
+    with pytest.raises(RuntimeError, match="of the user"):
+        ols.autocast(fails)(cast, ROWS)
+    assert_same_state(cast.variables, norm.variables)
+    for fun in (cast, cast.__call__, functools.partial(lambda m, x: m(x), cast)):
+        ols.autocast(fun)(ROWS)
+        norm(ROWS)
+        assert_same_state(cast.variables, norm.variables)
+
+
+@pytest.mark.parametrize(
+    "look", [ols.autocast_report, ols.diagnostics.trace_operations]
+)
+@pytest.mark.parametrize("wrap", [plain, ols.autocast])
+def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, wrap):
+    bound = bound_norm()
+    before = jax.tree.leaves(bound.variables)
+    look(wrap(lambda x, norm: jnp.sum(norm(x))), ROWS, bound)
+    assert are_same(jax.tree.leaves(bound.variables), before)
+
+
+# --- Equinox, and lines and paths in all frameworks -------------------------------
 
 
 @pytest.mark.slow

@@ -89,7 +89,6 @@ plot_exponent_histogram(histograms, *, dtype=float16, ax=None)
 plot_loss_scale(history, *, init_scale=None, ax=None)
 plot_operations(operations, *, dtype=float16, ax=None)
 plot_training(losses, loss_scales, *, ax=None)
-plot_underflow_by_leaf(tree, *, scale=1.0, dtype=float16, ax=None)
 """,
 }
 # The fields of each public tuple, and the defaults of those that have one.
@@ -100,7 +99,7 @@ FIELDS = {
     ols.LossScaledState: "loss_scale_state inner_state",
     ols.diagnostics.Operation: "primitive where scope is_backward dtype shape largest "
     "float32_largest nonfinite made_nonfinite cause underflow headroom_bits "
-    "unscaled_headroom_bits error loop iteration order=None",
+    "unscaled_headroom_bits error iteration order",
     ols.diagnostics.GradientError: "relative_error flushed nonfinite norm size",
     ols.diagnostics.ExponentHistogram: "exponents counts zero_count nonfinite_count",
 }

@@ -1,5 +1,7 @@
 """Small programs, and checks of what autocast makes of them."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -132,3 +134,15 @@ def assert_exact(fun, *args, wrap=ols.autocast, run=gradients):
     with np.errstate(over="ignore"):
         rounded = jax.tree.map(lambda e: e.astype(np.float16).astype(e.dtype), expected)
     assert not all(map(np.array_equal, *map(jax.tree.leaves, (rounded, expected))))
+
+
+def reports(capsys, fun, *args, **kwargs):
+    """The cells of each row of the report, by title."""
+    ols.autocast_report(fun, *args, **kwargs)
+    titles, *rows, last = capsys.readouterr().out.splitlines()
+    assert last == "Everything else runs as it is written."
+    names = titles.split()
+    # A title begins where its column does; only `times` is aligned to the right.
+    places = itertools.pairwise([0, *map(titles.index, names[1:]), None])
+    columns = dict(zip(names, places, strict=True))
+    return [{k: row[i:j].strip() for k, (i, j) in columns.items()} for row in rows]

@@ -3,7 +3,6 @@
 import functools
 import io
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -32,46 +31,54 @@ def loss_fn(params, x):
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2)
 
 
-@pytest.mark.parametrize("fun", [loss_fn, ols.autocast(loss_fn)])
-def test_a_right_gradient_has_the_error_of_a_few_roundings(fun):
-    errors = gradient_errors(fun, PARAMS, X, loss_scale=2.0**10)
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    [
+        (loss_fn, jnp.float16),
+        (ols.autocast(loss_fn), jnp.float16),
+        (loss_fn, jnp.bfloat16),
+    ],
+)
+def test_the_error_is_that_of_the_gradient_of_autocast(fun, dtype):
+    errors = gradient_errors(fun, PARAMS, X, dtype=dtype, loss_scale=2.0**10)
     assert set(errors) == {"w", "b"}
-    grads = jax.grad(loss_fn)(PARAMS, X)
+    grads, right = (
+        jax.grad(f)(PARAMS, X) for f in (ols.autocast(loss_fn, dtype), loss_fn)
+    )
     for name, error in errors.items():
-        assert 0 < error.relative_error < 4 * ROUNDING
+        difference, norm = map(
+            jnp.linalg.norm, (grads[name] - right[name], right[name])
+        )
+        np.testing.assert_allclose(error.relative_error, difference / norm, rtol=0.1)
         assert (error.flushed, error.nonfinite) == (0, 0)
-        np.testing.assert_allclose(error.norm, jnp.linalg.norm(grads[name]), rtol=1e-5)
-        assert error.size == grads[name].size
+        np.testing.assert_allclose(error.norm, norm, rtol=1e-5)
+        assert error.size == right[name].size
 
 
-@pytest.mark.slow
-def test_the_relative_error_is_that_of_the_gradient_of_autocast():
-    low = ols.autocast(loss_fn, jnp.bfloat16)
-    grads, right = jax.grad(low)(PARAMS, X)["w"], jax.grad(loss_fn)(PARAMS, X)["w"]
-    expected = np.linalg.norm(grads - right) / np.linalg.norm(right)
-    errors = gradient_errors(loss_fn, PARAMS, X, dtype=jnp.bfloat16)
-    np.testing.assert_allclose(errors["w"].relative_error, expected, rtol=0.02)
+SMALL = [2.0**-30, 2.0**-30, 1.0, 1.0]  # Two of four gradients are flushed in float16.
 
 
-def small(params, x):
-    """The gradients of two of four columns are flushed in float16."""
-    return jnp.sum(x @ params["w"] * jnp.array([2.0**-30, 2.0**-30, 1.0, 1.0]))
-
-
-@pytest.mark.parametrize(("loss_scale", "flushed"), [(1.0, 0.5), (2.0**15, 0.0)])
-def test_a_loss_scale_keeps_small_gradients_from_being_flushed(loss_scale, flushed):
-    error = gradient_errors(small, PARAMS, X, loss_scale=loss_scale)["w"]
-    assert error.flushed == flushed
-    assert error.nonfinite == 0
-
-
-def test_an_overflow_is_counted_and_left_out_of_the_error():
+@pytest.mark.parametrize(
+    ("factors", "loss_scale", "flushed", "nonfinite"),
+    [
+        (SMALL, 1, 0.5, 0),
+        (SMALL, 2.0**15, 0, 0),
+        ([1, 1, 1, 2.0**17], 1, 0, 0.25),
+        ([2.0**17] * 4, 1, 0, 1),
+    ],
+)
+def test_flushed_and_infinite_gradients_are_counted(
+    factors, loss_scale, flushed, nonfinite
+):
     def fun(params, x):
-        return jnp.sum(x @ params["w"] * jnp.array([1.0, 1.0, 1.0, 2.0**17]))
+        return jnp.sum(x @ params["w"] * jnp.asarray(factors))
 
-    error = gradient_errors(fun, PARAMS, jnp.ones((16, 8)))["w"]
-    assert error.nonfinite == 0.25
-    assert error.relative_error == 0
+    x = jnp.ones((16, 8))
+    error = gradient_errors(fun, PARAMS, x, loss_scale=loss_scale)["w"]
+    assert (error.flushed, error.nonfinite) == (flushed, nonfinite)
+    if nonfinite:  # Left out of the error, unless nothing is left.
+        assert error.relative_error == (np.inf if nonfinite == 1 else 0)
+        assert 0 < error.norm < np.inf
 
 
 @pytest.mark.slow
@@ -137,34 +144,25 @@ def test_nnx_modules_can_be_arguments_and_are_not_changed(dtype):
 
 
 def test_a_module_may_be_merged_from_states():
-    class Net(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.norm(self.linear(x))
-
-    graph, params, rest = nnx.split(Net(), nnx.Param, ...)
+    net = Net(jnp.float32)
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
 
     @ols.autocast
-    def loss_fn(params, rest, x):
-        model = nnx.merge(graph, params, rest)
-        return jnp.mean(jnp.tanh(model(x)) ** 2)
+    def merged(params, rest, x):
+        return jnp.mean(jnp.tanh(nnx.merge(graph, params, rest)(x)) ** 2)
 
-    errors = gradient_errors(loss_fn, params, rest, X)
-    of_module = gradient_errors(
-        lambda net, x: jnp.mean(jnp.tanh(net(x)) ** 2), Net(), X
-    )
-    assert {repr(error) for error in errors.values()} == {
-        repr(error) for error in of_module.values()
-    }
+    errors = gradient_errors(merged, params, rest, X)
+    of_module = gradient_errors(lambda net, x: jnp.mean(jnp.tanh(net(x)) ** 2), net, X)
+    assert sorted(errors.values()) == sorted(of_module.values())
 
 
-def test_it_works_where_jit_is_disabled():
-    expected = gradient_errors(loss_fn, PARAMS, X)
-    with jax.disable_jit():
-        assert gradient_errors(loss_fn, PARAMS, X) == expected
+def test_a_variable_can_be_an_argument():
+    weights = nnx.Param(PARAMS["w"].astype(jnp.float16))
+    (error,) = gradient_errors(
+        lambda w, x: jnp.mean((x @ w[...].astype(x.dtype)) ** 2), weights, X
+    ).values()
+    assert 0 < error.relative_error < 4 * ROUNDING
+    assert weights.dtype == jnp.float16
 
 
 def test_variables_that_a_module_has_twice_are_one_parameter():
@@ -180,14 +178,6 @@ def test_variables_that_a_module_has_twice_are_one_parameter():
     assert name == "first/value"
     # The sum over both places: in each, all four entries are 1.
     assert errors[name].norm == 4
-
-
-@pytest.mark.slow
-def test_equinox_modules_can_be_arguments():
-    model = eqx.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
-    errors = gradient_errors(lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), model, X)
-    assert len(errors) == 4
-    assert max(error.relative_error for error in errors.values()) < 8 * ROUNDING
 
 
 def test_a_zero_gradient_an_empty_and_a_complex_parameter_have_errors():
@@ -217,18 +207,9 @@ def test_the_worst_gradients_are_printed_first():
 
 
 @pytest.mark.parametrize(
-    ("fun", "args", "error"),
-    [
-        ("loss", (PARAMS,), TypeError),
-        (loss_fn, ({"w": 1},), TypeError),
-        (lambda p, x: x, (PARAMS, X), TypeError),
-    ],
+    ("fun", "args"),
+    [("loss", (PARAMS,)), (loss_fn, ({"w": 1},)), (lambda p, x: x, (PARAMS, X))],
 )
-def test_what_cannot_be_differentiated_is_refused(fun, args, error):
-    with pytest.raises(error, match="must"):
+def test_what_cannot_be_differentiated_is_refused(fun, args):
+    with pytest.raises(TypeError, match="must"):
         gradient_errors(fun, *args)
-
-
-def test_it_is_refused_inside_jit():
-    with pytest.raises(TypeError, match="outside `jit`"):
-        jax.jit(lambda x: gradient_errors(loss_fn, PARAMS, x))(X)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import optax_lossscale as ols
-from helpers.modules import FRAMEWORKS
+from helpers.compare import assert_same_bits
+from helpers.modules import FRAMEWORKS, ROWS, Net, arrays_of, mean_square
 from helpers.operations import rounded as as_float16
 from helpers.places import place_of
 from helpers.under_autocast import dtypes_of
@@ -43,25 +44,6 @@ def trace(loss_fn, params=ONES, **settings):
     return trace_operations(loss_fn, params, X, **settings)
 
 
-def softmax(x):
-    """At 40, an exponential is beyond the range of float16, but not of float32."""
-    powers = jnp.exp(40 * x)  # fault
-    return -jnp.mean(jnp.log(powers / jnp.sum(powers, axis=-1, keepdims=True)))
-
-
-def square(x):
-    x = (1000 * x).astype(jnp.float16)
-    return jnp.mean(x**2)  # fault
-
-
-def large_slope(x):
-    """The result is small; its derivative by `x` is 600 * 600 / 12."""
-    small = 1e-6 * x
-    x = (x - jax.lax.stop_gradient(x) + small).astype(jnp.float16)
-    x = 600 * x  # fault
-    return jnp.sum(600 * jnp.abs(x)) / 2  # XLA does not multiply 600 by 600.
-
-
 def flushed(x):
     """The cotangent of the last layer is 1e-8 / 12, which is zero in float16."""
     return jnp.mean(1e-4 * (1e-4 * x))
@@ -85,31 +67,10 @@ def assert_beyond_float16(operation, largest, count):
     assert sorted(operation.shape) == [3, 4]  # Equinox's is transposed.
     assert operation.nonfinite == operation.made_nonfinite == count
     assert operation.largest == operation.error == math.inf
-    bits = math.log2(HALF_MAX) - np.log2(np.float64(largest))
-    np.testing.assert_allclose(operation.headroom_bits, bits, rtol=1e-2)
+    np.testing.assert_allclose(operation.float32_largest, largest, rtol=3e-2)
     bits = math.log2(HALF_MAX) - math.log2(operation.float32_largest)
     np.testing.assert_allclose(operation.headroom_bits, bits)
     assert not operation.overflows_only_scaled
-
-
-@pytest.mark.parametrize(
-    ("head", "primitives", "is_backward", "settings", "largest"),
-    [
-        (softmax, ["exp"], False, {"level": "O2"}, np.exp(40 * np.max(X))),
-        (
-            square,
-            ["square", "integer_pow"],
-            False,
-            {"loss_scale": 256.0},
-            1e6 * np.max(X) ** 2,
-        ),
-        (large_slope, ["mul"], True, {"loss_scale": 2.0}, 360_000),
-    ],
-)
-def test_a_planted_overflow_is_named(head, primitives, is_backward, settings, largest):
-    first = first_nonfinite(trace(loss_with(head), **settings))
-    assert_named(first, primitives, place_of(head, "fault"), "head", is_backward)
-    assert_beyond_float16(first, largest, count=12)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS.values(), ids=FRAMEWORKS)
@@ -149,19 +110,15 @@ def test_the_product_with_the_largest_error_is_named():
     np.testing.assert_allclose(worst.error, error, rtol=1e-2)
 
 
-def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart(capsys):
+def test_an_overflow_that_only_the_loss_scale_causes_is_told_apart():
     """The cotangent of the mean is the scale / 12, and is cast for the product."""
     loss_fn, scale = loss_with(jnp.mean), 2.0**20
-    operations = trace(loss_fn, loss_scale=scale)
-    first = first_nonfinite(operations)
+    first = first_nonfinite(trace(loss_fn, loss_scale=scale))
     assert first.overflows_only_scaled
     np.testing.assert_allclose(first.float32_largest, scale / 12, rtol=1e-6)
     bits = math.log2(HALF_MAX) - math.log2(scale / 12)
     np.testing.assert_allclose(first.headroom_bits, bits, rtol=1e-3)
     np.testing.assert_allclose(first.unscaled_headroom_bits, bits + 20, rtol=1e-3)
-    print_operation_report(operations, limit=1)
-    text = capsys.readouterr().out
-    assert "Only the loss scale makes it overflow: with a scale lower by 2**1" in text
     assert first_nonfinite(trace(loss_fn, loss_scale=scale / 2)) is None
 
 
@@ -184,3 +141,15 @@ def test_with_the_lines_of_the_report_in_high_no_operation_loses_much(capsys):
     print_operation_report(trace(mended, kernels, loss_scale=2.0**10))
     assert "No operation loses more than a few roundings do." in capsys.readouterr().out
     assert dtypes_of(mended, kernels, X) == ["float16", "float32", "float32"]
+
+
+@pytest.mark.slow
+def test_the_state_of_an_nnx_module_is_unchanged_and_its_products_have_its_lines():
+    net = Net()
+    before = arrays_of(net)
+    trace_operations(lambda net, x: jnp.mean(net.encode(x)), net, ROWS)
+    assert_same_bits(arrays_of(net), before)
+    net.eval()
+    operations = trace_operations(lambda x: mean_square(net, x), ROWS)
+    products = [x for x in operations if x.primitive == "dot_general"]
+    assert {x.where for x in products} == {place_of(Net.__call__, "layers")}

@@ -34,8 +34,8 @@ def operation(**changes):
             "headroom_bits": 14.0,
             "unscaled_headroom_bits": 14.0,
             "error": 0.0,
-            "loop": None,
             "iteration": None,
+            "order": (),
             **changes,
         }
     )
@@ -53,22 +53,23 @@ OVERFLOW = {
 }
 
 
-def printed(capsys, operations, **settings):
-    print_operation_report(operations, **settings)
-    return capsys.readouterr().out.splitlines()
+def printed(operations, **settings):
+    file = io.StringIO()
+    print_operation_report(operations, file=file, **settings)
+    return file.getvalue().splitlines()
 
 
 NOTHING = "No operation loses more than a few roundings do."
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_program_without_faults_has_no_table(capsys, count):
+def test_a_program_without_faults_has_no_table(count):
     finite = f"{count} operations ran, and all their results are finite."
-    assert printed(capsys, [operation()] * count) == [finite, NOTHING]
+    assert printed([operation()] * count) == [finite, NOTHING]
 
 
-def test_the_first_operation_is_described_and_stands_in_a_table(capsys):
-    *lines, titles, row = printed(capsys, [operation(), operation(**OVERFLOW)])
+def test_the_first_operation_is_described_and_stands_in_a_table():
+    *lines, titles, row = printed([operation(), operation(**OVERFLOW)])
     assert lines[:2] == [
         "2 operations ran, 1 of them made NaN or infinity, and 0 received some.",
         "The first: mul at net.py:7 (Net.__call__) in Net/layer, forward pass: "
@@ -81,15 +82,15 @@ def test_the_first_operation_is_described_and_stands_in_a_table(capsys):
     ]
 
 
-def test_operations_that_received_nonfinite_numbers_are_counted_and_left_out(capsys):
+def test_operations_that_received_nonfinite_numbers_are_counted_and_left_out():
     received = operation(nonfinite=6, largest=math.inf, where="later.py:1 (f)")
-    lines = printed(capsys, [operation(**OVERFLOW), received, received])
+    lines = printed([operation(**OVERFLOW), received, received])
     assert lines[0].endswith("1 of them made NaN or infinity, and 2 received some.")
     assert not any("later.py" in line for line in lines)
 
 
-def test_nonfinite_arguments_are_pointed_at(capsys):
-    lines = printed(capsys, [operation(nonfinite=6, largest=math.inf)])
+def test_nonfinite_arguments_are_pointed_at():
+    lines = printed([operation(nonfinite=6, largest=math.inf)])
     assert lines == [
         "1 operations ran. None made NaN or infinity; 1 received some from an "
         "argument, or from a constant such as a mask of -infinity. (If the loss is "
@@ -98,20 +99,20 @@ def test_nonfinite_arguments_are_pointed_at(capsys):
     ]
 
 
-def test_an_overflow_of_the_loss_scale_says_by_how_much_it_is_too_large(capsys):
+def test_an_overflow_of_the_loss_scale_says_by_how_much_it_is_too_large():
     changes = {**OVERFLOW, "headroom_bits": -2.5, "unscaled_headroom_bits": 12.5}
-    lines = printed(capsys, [operation(**changes, is_backward=True, scope="")])
+    lines = printed([operation(**changes, is_backward=True, scope="")])
     assert "mul at net.py:7 (Net.__call__), backward pass: 4 of 6 entries" in lines[1]
     assert "Only the loss scale makes it overflow" in lines[1]
     assert lines[1].endswith("with a scale lower by 2**3 it fits.")
 
 
-def test_the_iteration_of_a_loop_is_named(capsys):
-    text = printed(capsys, [operation(**OVERFLOW, loop=0, iteration=17)])[1]
+def test_the_iteration_of_a_loop_is_named():
+    text = printed([operation(**OVERFLOW, iteration=17)])[1]
     assert "4 of 6 entries, first after 17 runs." in text
 
 
-def test_those_that_made_infinities_come_in_order_and_then_those_that_lose_most(capsys):
+def test_those_that_made_infinities_come_in_order_and_then_those_that_lose_most():
     operations = [
         operation(where="a.py:1 (f)", underflow=0.1),
         operation(where="b.py:1 (f)", error=0.9),
@@ -120,50 +121,21 @@ def test_those_that_made_infinities_come_in_order_and_then_those_that_lose_most(
         operation(**{**OVERFLOW, "where": "two.py:1 (f)"}),
         operation(where="exact.py:1 (f)"),
     ]
-    lines = printed(capsys, operations)[3:]
+    lines = printed(operations)[3:]
     files = [word for line in lines for word in line.split() if ".py:" in word]
     assert files == [f"{name}.py:1" for name in ("one", "two", "b", "c", "a")]
 
 
-def test_how_large_a_few_roundings_are_depends_on_the_dtype_of_each_operation(capsys):
-    errors = {"float16": 0.02, "bfloat16": 0.02}
-    operations = [
-        operation(dtype=jnp.dtype(dtype), error=error)
-        for dtype, error in errors.items()
-    ]
-    assert len(lines := printed(capsys, operations)) == 4
-    assert "float16" in lines[-1].split()
+def test_how_large_a_few_roundings_are_depends_on_the_dtype_of_each_operation():
+    dtypes = [jnp.dtype(name) for name in ("float16", "bfloat16")]
+    *_, titles, row = printed([operation(dtype=x, error=0.02) for x in dtypes])
+    assert titles.split() == TITLES
+    assert "float16" in row.split()
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_no_more_lines_are_printed_than_the_limit(capsys, limit):
+@pytest.mark.parametrize("limit", [0, 2, 5])
+def test_no_more_lines_are_printed_than_the_limit(limit):
     operations = [operation(error=0.1 * i) for i in range(1, 4)]
-    lines = printed(capsys, operations, limit=limit)
+    lines = printed(operations, limit=limit)
     assert len(lines) == 3 + min(limit, 3) + (limit < 3)
     assert limit >= 3 or lines[-1] == f"... and {3 - limit} more"
-
-
-@pytest.mark.parametrize(("limit", "error"), [(0, ValueError), ("all", TypeError)])
-def test_a_limit_that_is_no_count_is_refused(limit, error):
-    with pytest.raises(error, match="`limit` must be"):
-        print_operation_report([operation()], limit=limit)
-
-
-def test_the_report_goes_to_a_file(capsys):
-    file = io.StringIO()
-    print_operation_report([operation()], file=file)
-    assert file.getvalue().startswith("1 operations ran")
-    assert capsys.readouterr().out == ""
-
-
-def test_columns_are_aligned_and_lines_have_no_spaces_at_their_ends(capsys):
-    operations = [
-        operation(error=0.3, largest=123456.0),
-        operation(error=0.2, where="m.py:123456 (f)", scope=""),
-    ]
-    lines = printed(capsys, operations)[2:]
-    assert all(line == line.rstrip() for line in lines)
-    starts = {line.index("forward") for line in lines[1:]}
-    assert starts == {lines[0].index("pass")}
-    ends = {line.index("%") for line in lines[1:]}
-    assert ends == {lines[0].index("underflow") + len("underflow") - 1}

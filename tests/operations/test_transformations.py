@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compat import IS_JAX_0_7
-from helpers.operations import only, rounded, select
+from helpers.operations import only, select
 from helpers.places import place_of
 from optax_lossscale.diagnostics import first_nonfinite, trace_operations
 
@@ -46,46 +46,39 @@ def test_each_call_of_a_jitted_function_is_listed_by_its_line_and_scope():
     assert first.largest < second.largest
 
 
+def by_scan(body, x, length):
+    return lax.scan(lambda x, _: (body(x), None), x, length=length)[0]
+
+
+def by_while(body, x, length):
+    return lax.while_loop(
+        lambda carry: carry[0] < length,
+        lambda carry: (carry[0] + 1, body(carry[1])),
+        (0, x),
+    )[1]
+
+
+@pytest.mark.parametrize("loop", [by_scan, by_while])
 @pytest.mark.parametrize(
     ("length", "iteration", "count", "largest"),
     # After ten steps, number 9, the carry is 65536.
     [(8, None, 0, 64.0 * 2**8), (12, 9, 3, math.inf)],
 )
-def test_a_scan_has_one_entry_an_operation_with_the_worst_numbers(
-    length, iteration, count, largest
+def test_a_loop_has_one_entry_an_operation_with_the_worst_numbers(
+    loop, length, iteration, count, largest
 ):
-    def fun(x):
-        def body(carry, _):
-            carry = carry * 2  # product
-            return carry, jnp.max(carry)
+    def body(carry):
+        return carry * 2  # product
 
-        carry, _ = lax.scan(body, x.astype(jnp.float16), length=length)
-        return jnp.sum(carry.astype(jnp.float32))
+    def fun(x):
+        carry = loop(body, lax.stop_gradient(x.astype(jnp.float16)), length)
+        return jnp.sum(carry.astype(jnp.float32)) + jnp.sum(x)
 
     operation = only(trace_operations(fun, jnp.full(3, 64.0)), "mul")
-    assert operation.where == place_of(fun, "product")
-    assert (operation.loop, operation.iteration) == (0, iteration)
+    assert operation.where == place_of(body, "product")
+    assert operation.iteration == iteration
     assert operation.nonfinite == operation.made_nonfinite == count
     assert operation.largest == largest
-
-
-def test_a_scan_over_layers_is_the_worst_of_its_layers():
-    """The error of each product is that of its own roundings."""
-    ws = np.stack([W * factor for factor in (1.0, 1e-6, 1e3)])
-
-    def fun(ws, x):
-        x, _ = lax.scan(lambda x, w: (x @ w, None), x, ws)
-        return jnp.mean(x)
-
-    operation = only(trace_operations(fun, ws, X), "dot_general")
-    x, errors, largest = X, [], []
-    for w in ws:
-        half, exact = rounded(rounded(x) @ rounded(w)), x @ w
-        errors.append(np.linalg.norm(half - exact) / np.linalg.norm(exact))
-        largest.append(np.max(half))
-        x = half
-    np.testing.assert_allclose(operation.largest, max(largest), rtol=1e-2)
-    assert 0.5 * max(errors) < operation.error < 1.1 * max(errors)
 
 
 def with_a_branch(i, carry):
@@ -113,9 +106,13 @@ def test_the_first_operation_of_a_loop_is_found_by_its_iteration(body, iteration
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_settings_that_look_for_nan_or_compile_nothing_do_no_harm(compiles):
+    def fun(x):
+        return jnp.sum(by_scan(lambda x: x / x + jnp.log(x), x, length=2))
+
     with jax.debug_nans(True), jax.debug_infs(True), jax.disable_jit(not compiles):
-        first = first_nonfinite(trace_operations(lambda x: jnp.sum(jnp.log(x)), -X))
-    assert first.primitive == "log"
+        first = first_nonfinite(trace_operations(fun, 0 * X))
+    assert (first.primitive, first.cause) == ("div", "An operand was zero.")
+    assert first.iteration == 0
 
 
 def test_the_backward_pass_of_a_loop_is_named_by_the_line_of_its_body():
@@ -132,52 +129,20 @@ def test_the_backward_pass_of_a_loop_is_named_by_the_line_of_its_body():
     assert (first.primitive, first.is_backward) == ("mul", True)
     assert first.where == place_of(fun, "product")
     assert first.iteration == 2
-    assert only(operations, "mul").loop < first.loop
 
 
-def test_a_while_loop_and_its_condition_are_listed():
-    def fun(x):
-        def body(carry):
-            steps, x = carry
-            return steps + 1, x * 2  # product
-
-        def condition(carry):
-            return jnp.sin(carry[0]) < 2
-
-        x = lax.stop_gradient(x.astype(jnp.float16))
-        x = lax.while_loop(lambda c: condition(c) & (c[0] < 12), body, (0.0, x))[1]
-        return jnp.sum(x.astype(jnp.float32))
-
-    operations = trace_operations(fun, jnp.full(3, 64.0))
-    operation = only(operations, "mul")
-    assert operation.where == place_of(fun, "product")
-    assert (operation.loop, operation.iteration) == (0, 9)
-    assert select(operations, "sin")
-
-
-def test_a_loop_that_makes_no_step_has_no_entries():
-    def fun(x):
-        return jnp.sum(lax.scan(lambda x, _: (jnp.tanh(x), None), x, length=0)[0])
-
-    assert not select(trace_operations(fun, jnp.ones(3)), "tanh")
-
-
-@pytest.mark.parametrize("flags", [(1,), (1, 0, 1)])
-def test_of_branches_only_those_that_ran_are_listed(flags):
+def test_of_branches_only_those_that_ran_are_listed_with_their_worst_numbers():
     def fun(x, flags):
         def body(x, flag):
-            return lax.cond(flag, jnp.exp, jnp.tanh, x), None  # branches
+            branches = [jnp.sin, jnp.exp, jnp.tanh]
+            return lax.switch(flag, branches, x), None  # branches
 
         return jnp.sum(lax.scan(body, x, flags)[0])
 
-    operations = trace_operations(fun, jnp.full(3, 0.5), np.asarray(flags, bool))
-    x, largest = 0.5, {}
-    for flag in flags:
-        x = math.exp(x) if flag else math.tanh(x)
-        name = "exp" if flag else "tanh"
-        largest[name] = max(largest.get(name, 0), x)
-    ran = {x.primitive for x in operations if not x.is_backward} & {"exp", "tanh"}
-    assert ran == largest.keys()
+    operations = trace_operations(fun, jnp.full(3, 0.5), jnp.array([1, 2, 1]))
+    assert not select(operations, "sin")
+    once = math.exp(0.5)
+    largest = {"exp": math.exp(math.tanh(once)), "tanh": math.tanh(once)}
     for name, expected in largest.items():
         operation = only(operations, name)
         np.testing.assert_allclose(operation.largest, expected, rtol=1e-5)
@@ -246,20 +211,6 @@ def test_own_derivative_rules_are_named_by_the_line_that_calls_them(rule):
     assert first.scope == product.scope == "layer"
 
 
-def test_a_gradient_that_the_function_takes_itself_is_traced():
-    """A penalty on a gradient, as in adversarial training."""
-
-    def loss_fn(w, x):
-        slope = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x)  # gradient
-        return jnp.sum(slope)
-
-    operations = trace_operations(loss_fn, W, X)
-    products = [x for x in operations if x.primitive == "dot_general"]
-    assert len(products) >= 4
-    line = place_of(loss_fn, "gradient").partition(" ")[0]
-    assert {x.where.partition(" ")[0] for x in products} == {line}
-
-
 def test_a_lookup_in_a_table_of_float16_is_traced_and_a_print_runs_once(capfd):
     """Its gradient is a `scatter-add`, which holds a sum of two float16 numbers."""
 
@@ -274,32 +225,37 @@ def test_a_lookup_in_a_table_of_float16_is_traced_and_a_print_runs_once(capfd):
     assert capfd.readouterr().out.count("mean") == 1
 
 
-def test_a_callback_that_computes_is_listed():
-    def fun(x):
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        double = jax.pure_callback(lambda x: 2 * np.asarray(x), shape, x)
-        return jnp.sum(x) + jnp.sum(lax.stop_gradient(double))
-
-    fun = jax.custom_jvp(fun)
-    fun.defjvp(lambda primals, tangents: (fun(*primals), jnp.sum(tangents[0])))
-    operation = only(trace_operations(fun, X), "pure_callback")
-    assert operation.largest == 2 * np.max(X)
+def from_callback(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda x: 2 * np.asarray(x), shape, x)
 
 
-def test_a_reference_in_the_function_is_no_array():
-    def fun(x):
-        ref = jax.new_ref(x)
-        ref[...] = ref[...] * 2
-        return jnp.sum(ref[...] + 1)
-
-    assert only(trace_operations(fun, jnp.ones(3)), "add").largest == 3
+def from_reference(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return ref[...] + 1
 
 
-def test_a_constant_that_has_a_name_is_listed():
-    def fun(x):
-        return jnp.mean(x * checkpoint_name(jnp.float16(3), "three"))
+def from_named_constant(x):
+    return x * checkpoint_name(jnp.float32(3), "three")
 
-    assert only(trace_operations(fun, jnp.ones(2, jnp.float16)), "name").largest == 3
+
+@pytest.mark.parametrize(
+    ("fun", "primitive", "largest"),
+    [
+        (from_callback, "pure_callback", 4),
+        (from_reference, "add", 5),
+        (from_named_constant, "name", 3),
+    ],
+)
+def test_callbacks_references_and_named_constants_can_be_traced(
+    fun, primitive, largest
+):
+    def loss_fn(x):
+        return jnp.sum(x) + jnp.sum(fun(lax.stop_gradient(x)))
+
+    operations = trace_operations(loss_fn, jnp.full(3, 2.0))
+    assert select(operations, primitive)[0].largest == largest
 
 
 def over_shard_map(fun, mesh, **settings):
@@ -347,27 +303,25 @@ def test_of_several_devices_the_worst_counts(shard):
     first = first_nonfinite(operations)
     assert first.where == place_of(forward, "product")
     assert first.scope == "device"
-    x = 1e5 * np.tanh(np.tanh(1e-3 * rows.astype(np.float64)))
-    is_cast = first.primitive == "convert_element_type"  # Of the factor.
-    largest = np.max(x if is_cast else x @ W[:, :2])
-    np.testing.assert_allclose(first.float32_largest, largest, rtol=1e-3)
+    assert 65504 < first.float32_largest < 4e5  # 1e5 * tanh(1), or a sum of four.
     assert len(select(operations, "dot_general")) == 1
     assert select(operations, "dot_general", is_backward=True)
 
 
 @pytest.mark.several_devices
-def test_a_sum_over_devices_is_traced():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("shard", [over_shard_map, over_sharded_jit])
+def test_a_nan_that_several_devices_received_was_not_made_by_them(shard):
+    """XLA's maximum may drop it: across devices, and among 4096 entries on a CPU."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = np.ones((8, 8192), np.float32)
+    x[3, 5] = np.nan
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
-    def total(x):
-        return lax.psum(x, "data")
+    def fun(w, x):
+        return jnp.sum(shard(jnp.multiply, mesh)(w, x))
 
-    first = first_nonfinite(
-        trace_operations(lambda x: jnp.mean(total(x)), jnp.full((2, 3), 3e38))
-    )
-    assert first.primitive.startswith("psum")
-    assert first.nonfinite == 3
+    operations = trace_operations(fun, np.float32([[1]]), x, argnums=1)
+    assert select(operations, "mul")[0].largest == math.inf
+    assert first_nonfinite(operations) is None
 
 
 @pytest.mark.parametrize(("argnums", "count"), [(-2, 1), ((0, 1), 2)])
@@ -407,3 +361,13 @@ def test_every_operation_has_a_line_of_the_users_file():
         scaling = next(x for x in operations if x.shape == () and x.largest == 8.0)
         first = place_of(fun, "first").replace("<module>", fun.__qualname__)
         assert scaling.where == first
+
+
+def test_a_scope_called_transpose_does_not_belong_to_the_backward_pass():
+    def loss_fn(w, x):
+        with jax.named_scope("transpose"):
+            return jnp.mean(x @ w)
+
+    operations = trace_operations(loss_fn, W, X)
+    products = [x for x in operations if x.primitive == "dot_general"]
+    assert [x.is_backward for x in products] == [False, True]

@@ -69,7 +69,7 @@ def cast_late(call: str, factor: str) -> Edit:
     )
 
 
-# By the file of tests/scaling that should see them.
+# By the file of tests/scaling, or of another folder, that should see them.
 FAULTS: dict[str, dict[str, list[Edit]]] = {}
 
 FAULTS["test_rules.py"] = {
@@ -159,11 +159,7 @@ FAULTS["test_finite.py"] = {
         Edit(FINITE, "range(0, len(same), _LARGEST_GROUP)", "[0]")
     ],
     "grouping_keeps_one_leaf_of_each_shape": [
-        Edit(
-            FINITE,
-            "by_type.setdefault(jax.typeof(array), []).append(array)",
-            "by_type[jax.typeof(array)] = [array]",
-        )
+        Edit(FINITE, "same[start : start + _LARGEST_GROUP]", "same[start : start + 1]"),
     ],
     "nan_beside_integers_missed": [  # A tree that also holds integers counts as finite.
         Edit(
@@ -775,6 +771,399 @@ FAULTS["test_masters.py"] = {
 }
 
 
+FAULTS["autocast/test_which_products.py"] = {
+    "a_product_with_few_terms_stays_high": [
+        Edit("_autocast/rewrite.py", "in (0, 1):", "in (0, 1, 2, 3, 4):")
+    ],
+    "a_product_with_sums_of_one_term_runs_low": [
+        Edit("_autocast/rewrite.py", "in (0, 1):", "in (0,):")
+    ],
+    "precision_highest_is_ignored": [
+        Edit(
+            "_autocast/rewrite.py", "if one not in _DEFAULT_PRECISIONS:", "if one == 0:"
+        )
+    ],
+    "an_inner_product_runs_low": [
+        Edit(
+            "_autocast/rewrite.py",
+            'return "inner product" if _is_inner(equation) else None',
+            "return None",
+        )
+    ],
+    "a_product_with_one_own_axis_counts_as_inner": [
+        Edit(
+            "_autocast/rewrite.py",
+            "ndim == len(batch_axes)",
+            "ndim <= 1 + len(batch_axes)",
+        )
+    ],
+    "a_product_with_a_low_factor_stays": [
+        Edit("_autocast/rewrite.py", "factors - {FLOAT32, low}", "factors - {FLOAT32}")
+    ],
+}
+
+FAULTS["autocast/test_gradients.py"] = {
+    "the_gradient_of_a_parameter_is_summed_low": [
+        Edit(
+            "_autocast/derivatives.py",
+            "out = product.low if product.factors[place].is_activation else factor.dtype",
+            "out = product.low",
+        )
+    ],
+    "the_gradient_of_an_activation_is_not_rounded": [
+        Edit(
+            "_autocast/derivatives.py",
+            "out = product.low if product.factors[place].is_activation else factor.dtype",
+            "out = factor.dtype",
+        )
+    ],
+    "stop_gradient_is_not_seen": [
+        Edit(
+            "_autocast/between.py",
+            "equation.primitive is not stop_gradient_p\n            and any(",
+            "any(",
+        )
+    ],
+    "derivatives_of_all_dtypes_share_rules": [
+        Edit(
+            "_autocast/derivatives.py",
+            "own = product._replace(out=out, factors=(Factor(), Factor()))",
+            "own = product._replace(out=out, low=jnp.dtype(jnp.float16), factors=(Factor(), Factor()))",
+        )
+    ],
+    "convolutions_on_a_gpu_have_float32_results": [
+        Edit(
+            "_autocast/products.py",
+            'if platform in ("cuda", "rocm") and',
+            'if platform == "none" and',
+        )
+    ],
+    "a_value_past_a_branch_is_no_activation": [
+        Edit(
+            "_autocast/between.py",
+            "one.is_activation or other.is_activation",
+            "one.is_activation and other.is_activation",
+        )
+    ],
+}
+
+FAULTS["autocast/test_loops.py"] = {
+    "a_scan_saves_what_jax_saves": [
+        Edit(
+            "_autocast/loops.py",
+            "if is_decided or _saves_less(equation, recomputed, body):",
+            "if False:",
+        )
+    ],
+    "a_scan_always_computes_again": [
+        Edit(
+            "_autocast/loops.py",
+            "if is_decided or _saves_less(equation, recomputed, body):",
+            "if True:",
+        )
+    ],
+    "effects_in_a_loop_happen_twice": [
+        Edit(
+            "_autocast/loops.py",
+            "is_closed = not (body.effects or consts_of(body))",
+            "is_closed = True",
+        )
+    ],
+    "a_low_copy_of_a_weight_is_made_in_each_iteration": [
+        Edit(
+            "_autocast/derivatives.py",
+            'return name_p.bind(copy, name="low copy") if factor.is_fixed else copy',
+            "return copy",
+        )
+    ],
+    "what_is_saved_of_a_factor_is_float32": [
+        Edit(
+            "_autocast/derivatives.py", "    copy = to_low(x, low)\n", "    copy = x\n"
+        )
+    ],
+    "save_products_saves_nothing": [
+        Edit(
+            "_autocast/loops.py",
+            "return primitive in PRODUCTS and all(x.dtype.itemsize < 4 for x in avals[:2])",
+            "return False",
+        )
+    ],
+    "policies_do_not_see_low_products": [
+        Edit(
+            "_autocast/derivatives.py",
+            "if saveable(product.primitive, *low, **product.written) is False:",
+            "if True:",
+        )
+    ],
+}
+
+FAULTS["autocast/test_scopes_and_report.py"] = {
+    "a_scope_in_high_is_ignored": [
+        Edit("_autocast/levels.py", "return is_in_scope or (", "return (")
+    ],
+    "a_scope_around_a_loop_in_high_is_ignored": [
+        Edit(
+            "_autocast/levels.py",
+            "(*self.scope, *scope_of(equation)) if self.high",
+            "scope_of(equation) if self.high",
+        )
+    ],
+    "the_report_names_the_line_in_the_library": [
+        Edit(
+            "_autocast/report.py",
+            "lines = itertools.chain(map(user_line, around), map(where_written, around))",
+            "lines = map(where_written, around)",
+        )
+    ],
+    "the_report_names_the_outermost_call": [
+        Edit(
+            "_autocast/report.py",
+            "around = [equation, *reversed(found.calls)]",
+            "around = [*found.calls, equation]",
+        )
+    ],
+    "the_report_shows_the_dtype_as_written": [
+        Edit("_autocast/report.py", "if found.reason else [settings.dtype]", "")
+    ],
+    "the_report_is_of_the_outer_autocast": [
+        Edit(
+            "_autocast/report.py",
+            "list(calls) or [(traced.program.jaxpr, settings)]",
+            "[(traced.program.jaxpr, settings)]",
+        )
+    ],
+    "bfloat16_becomes_float16": [
+        Edit(
+            "_autocast/levels.py",
+            "return Settings(dtype, level,",
+            "return Settings(jnp.dtype(jnp.float16), level,",
+        )
+    ],
+}
+
+FAULTS["autocast/test_linen_and_equinox_modules.py"] = {
+    "a_line_in_high_is_ignored": [
+        Edit(
+            "_autocast/levels.py",
+            "return is_in_scope or (self._has_lines and _line_of(equation) in self.high)",
+            "return is_in_scope",
+        )
+    ],
+    "statistics_of_linen_are_lost": [
+        Edit("_autocast/modules.py", "_write(scopes, variables)", "pass")
+    ],
+    "a_bound_linen_module_keeps_tracers_after_an_error": [
+        Edit(
+            "_autocast/modules.py",
+            "    finally:\n        _write(scopes, old)",
+            "    finally:\n        pass",
+        )
+    ],
+    "initial_parameters_of_linen_are_rounded": [
+        Edit(
+            "_autocast/modules.py",
+            'return any(scope.get_flag("initializing", False) for scope in scopes)',
+            "return False",
+        )
+    ],
+}
+
+FAULTS["autocast/test_markers.py"] = {
+    "full_precision_is_ignored_in_derivative_rules": [
+        Edit(
+            "_autocast/rewrite.py",
+            "if name == BACKWARD_RULE:",
+            "if name == BACKWARD_RULE:\n        settings = settings._replace(reason=None)",
+        )
+    ],
+    "full_precision_is_ignored_in_a_rule_for_tangents": [
+        Edit(
+            "_autocast/rewrite.py",
+            "if name in TRACED_RULES:\n",
+            "if name in TRACED_RULES:\n        settings = settings._replace(reason=None)\n",
+        )
+    ],
+    "full_precision_is_ignored_in_gradients": [
+        Edit(
+            "_autocast/programs.py",
+            "return [element.name for element in equation.source_info.name_stack.stack]",
+            'names = [element.name for element in equation.source_info.name_stack.stack]\n    return [] if "transpose" in names else names',
+        )
+    ],
+    "results_of_low_precision_are_not_cast_back": [
+        Edit(
+            "_autocast/markers.py",
+            "return cast_arrays(results, dtype, jnp.float32)",
+            "return results",
+        )
+    ],
+    "inputs_of_low_precision_are_not_cast": [
+        Edit(
+            "_autocast/markers.py",
+            "args, kwargs = cast_arrays(inputs, jnp.float32, dtype)",
+            "args, kwargs = inputs",
+        )
+    ],
+    "the_result_of_a_backward_rule_is_traced_for_no_dtype": [
+        Edit(
+            "_autocast/rewrite.py",
+            "        with traced_for(settings.traced_dtype):\n            if settings.reason",
+            "        with traced_for(None):\n            if settings.reason",
+        )
+    ],
+}
+
+FAULTS["autocast/test_levels.py"] = {
+    "o2_casts_running_statistics": [
+        Edit(
+            "_autocast/levels.py",
+            "flags = _are_statistics(tree)",
+            "flags = [False] * len(jax.tree.leaves(tree))",
+        )
+    ],
+    "o3_leaves_normalization_layers": [
+        Edit("_autocast/levels.py", 'if settings.level == "O2":', "if True:")
+    ],
+    "o3_is_o1": [
+        Edit(
+            "_autocast/levels.py",
+            'return self.level in ("O2", "O3")',
+            'return self.level == "O2"',
+        )
+    ],
+    "what_o2_returns_untouched_is_rounded": [
+        Edit(
+            "_autocast/transform.py",
+            "given[id(x)] if id(x) in given else cast(x)",
+            "cast(x)",
+        )
+    ],
+    "o2_casts_normalization_layers": [
+        Edit("_autocast/levels.py", 'if settings.level == "O2":', "if False:")
+    ],
+}
+
+FAULTS["autocast/test_derivative_rules.py"] = {
+    "a_backward_rule_is_left_high": [
+        Edit(
+            "_autocast/rewrite.py",
+            "if name == BACKWARD_RULE:",
+            "if False:",
+        )
+    ],
+    "a_rule_for_tangents_is_left_high": [
+        Edit("_autocast/rewrite.py", "if name in TRACED_RULES:\n", "if False:\n")
+    ],
+}
+
+FAULTS["autocast/test_nnx_modules.py"] = {
+    "an_update_of_an_nnx_variable_is_lost": [
+        Edit("_autocast/modules.py", "flax_nnx().update(modules, changes)", "pass")
+    ],
+    "an_attribute_that_a_call_sets_is_lost": [
+        Edit("_autocast/modules.py", "    if new_graph != graph:\n", "    if False:\n")
+    ],
+    "a_module_in_a_closure_is_changed_without_an_error": [
+        Edit(
+            "_autocast/modules.py",
+            "    except refused as error:\n",
+            "    except refused as error:\n        return\n",
+        )
+    ],
+}
+
+FAULTS["autocast/test_nothing_else_changes.py"] = {
+    "weak_types_of_results_change": [
+        Edit(
+            "_autocast/programs.py",
+            '"weak_type": aval.weak_type, "sharding"',
+            '"weak_type": False, "sharding"',
+        )
+    ],
+    "weak_types_of_second_derivatives_change": [
+        Edit(
+            "_autocast/derivatives.py",
+            "    if jax.typeof(x).weak_type:\n        return x\n",
+            "",
+        )
+    ],
+    "results_of_products_are_not_rounded": [
+        Edit(
+            "_autocast/rewrite.py",
+            "tuple(equation.params.items()), low, low)\n    result = core.Var(aval_of(equation.outvars[0]).update(dtype=low, weak_type=False))",
+            "tuple(equation.params.items()), low, FLOAT32)\n    result = core.Var(aval_of(equation.outvars[0]).update(weak_type=False))",
+        )
+    ],
+    "float16_and_bfloat16_share_programs": [
+        Edit(
+            "_autocast/rewrite.py",
+            "changed_once(program, settings, change)",
+            "changed_once(program, settings._replace(dtype=None), change)",
+        )
+    ],
+    "a_kernel_is_rewritten": [
+        Edit(
+            "_autocast/rewrite.py",
+            "    if equation.primitive.name in KERNELS:\n        return [equation]\n",
+            "",
+        )
+    ],
+    "a_function_is_traced_at_each_call_inside_jit": [
+        Edit(
+            "_autocast/programs.py",
+            "return program if of_program[key] is None else of_program[key]",
+            "return change()",
+        )
+    ],
+}
+
+FAULTS["autocast/test_arguments_and_results.py"] = {
+    "numpy_integer_arrays_are_traced": [
+        Edit(
+            "_autocast/modules.py",
+            "return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)",
+            "return hasattr(leaf, 'dtype')",
+        )
+    ],
+    "integer_arrays_of_jax_are_traced": [
+        Edit(
+            "_autocast/modules.py",
+            "return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)",
+            "return isinstance(leaf, jax.Array)",
+        )
+    ],
+}
+
+FAULTS["autocast/test_calls.py"] = {
+    "the_context_of_a_thread_leaks_into_others": [
+        Edit(
+            "_autocast/context.py",
+            "context = jax.make_user_context(Context())",
+            "class _Shared:\n    value = Context()\n\n    @contextlib.contextmanager\n    def __call__(self, new):\n        old, _Shared.value = self.value, new\n        try:\n            yield\n        finally:\n            _Shared.value = old\n\n\ncontext = _Shared()",
+        )
+    ],
+}
+
+FAULTS["autocast/test_lookups.py"] = {
+    "lookups_at_o2_add_up_in_float16": [
+        Edit(
+            "_autocast/lookups.py",
+            "if low not in (jnp.float16, jnp.bfloat16):",
+            "if True:",
+        )
+    ],
+    "sums_into_indices_at_o2_add_up_in_float16": [
+        Edit("_autocast/lookups.py", '"scatter-add": lax.add,', "")
+    ],
+}
+
+FAULTS["autocast/test_closed_calls.py"] = {
+    "rules_that_are_not_looked_into_are_not_warned_of": [
+        Edit("_autocast/rewrite.py", "warnings.warn(", "str(")
+    ],
+}
+
+
 class DoesNotApplyError(Exception):
     """The text of a fault does not stand in the package exactly once."""
 
@@ -841,7 +1230,7 @@ def main() -> None:
     parser.add_argument("tests", nargs="*")
     options, more = parser.parse_known_args()
     faults = {
-        name: (edits, f"tests/scaling/{file}")
+        name: (edits, f"tests/{file}" if "/" in file else f"tests/scaling/{file}")
         for file, faults_of_file in FAULTS.items()
         for name, edits in faults_of_file.items()
     }

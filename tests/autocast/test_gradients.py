@@ -1,0 +1,292 @@
+"""Which gradients are float32 sums, and which are rounded to the low dtype.
+
+All numbers are small integers, which float16 holds exactly, and so does float32 their
+sums of products. float16 does not hold these sums. So a gradient equals that of plain
+float32 JAX to the bit if it was never in float16, and that one rounded if it was.
+Outside `jit` no compiler leaves out a cast.
+"""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import optax_lossscale as ols
+from helpers.under_autocast import (
+    assert_close,
+    assert_exact,
+    integers,
+    own_layer,
+    own_tangent,
+    products_of,
+)
+
+# --- Of a factor that depends on no product, such as a parameter ------------------
+
+
+def einsum(subscripts):
+    return lambda w, x: jnp.einsum(subscripts, w, x)
+
+
+def convolution(dims="NHWC", kernel="HWIO", strides=(1, 1), padding="SAME", **settings):
+    return lambda w, x: lax.conv_general_dilated(
+        x, w, strides, padding, dimension_numbers=(dims, kernel, dims), **settings
+    )
+
+
+SIZES = jnp.array([40, 0, 24])
+WEIGHT, DATA = (8, 5), (64, 8)
+IMAGE, KERNEL = (8, 6, 6, 4), (3, 3, 4, 6)
+W, X = integers(*WEIGHT), integers(*DATA)
+
+
+def product(w, x):
+    return x @ w
+
+
+def with_scan_over_time(w, x):
+    return lax.scan(lambda _, row: (_, row @ w), 0, x.reshape(8, 8, 8))[1]
+
+
+def with_scan_over_layers(w, x):
+    total = lax.scan(lambda y, v: (y + x @ v, None), jnp.zeros((64, 4)), w)
+    return total[0]
+
+
+def with_cond(w, x):
+    return lax.cond(jnp.sum(x) < 1e9, lambda w: x @ w, lambda w: x @ -w, w)
+
+
+# With the shapes of both factors.
+PRODUCTS = {
+    "matrix": (product, WEIGHT, DATA),
+    "vector": (product, (8,), DATA),
+    "a batch of batches": (product, WEIGHT, (2, 4, 8, 8)),
+    "batch axes inside": (einsum("igo,bgi->bog"), (8, 2, 5), (64, 2, 8)),
+    "convolution": (convolution(), KERNEL, IMAGE),
+    "channels first, strided and dilated": (
+        convolution("NCHW", "OIHW", (2, 1), padding="VALID", rhs_dilation=(1, 2)),
+        (6, 4, 3, 3),
+        (8, 4, 6, 6),
+    ),
+    "transposed convolution": (
+        lambda w, x: lax.conv_transpose(x, w, (2, 2), "SAME"),
+        KERNEL,
+        IMAGE,
+    ),
+    "grouped convolution": (convolution(feature_group_count=2), (3, 3, 2, 6), IMAGE),
+    "batch groups": (convolution(batch_group_count=2), (3, 3, 4, 6), IMAGE),
+    "experts": (lambda w, x: lax.ragged_dot(x, w, SIZES), (3, 8, 5), DATA),
+    "jit": (jax.jit(product), WEIGHT, DATA),
+    "checkpoint": (jax.checkpoint(product), WEIGHT, DATA),
+    "a scan that reads the weight at each step": (with_scan_over_time, WEIGHT, DATA),
+    "a scan over layers": (with_scan_over_layers, (3, 8, 4), DATA),
+    "a branch": (with_cond, WEIGHT, DATA),
+    "a rule for tangents": (own_tangent, WEIGHT, DATA),
+    "vmap over data": (jax.vmap(product, (None, 0)), WEIGHT, DATA),
+    "vmap over weights": (jax.vmap(product, (0, None)), (2, 8, 5), DATA),
+    "a weight that is read twice": (
+        lambda w, x: x @ w + 2.0 * (x @ w),
+        WEIGHT,
+        DATA,
+    ),
+}
+
+
+def assert_named_exact(name, **settings):
+    fun, *shapes = PRODUCTS[name]
+    assert_exact(fun, *(integers(*shape) for shape in shapes), **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": False}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradients_of_both_factors_are_float32_sums(name, settings):
+    assert_named_exact(name, wrap=functools.partial(ols.autocast, **settings))
+
+
+def by_vmap_over_both(fun, w, x, cotangent):
+    def mapped(w, x):
+        return jax.vmap(fun, (0, 1), 1)(w, x)
+
+    w, x = jnp.stack([w, -w]), jnp.stack([x, 2 * x], 1)
+    return jax.vjp(mapped, w, x)[1](jnp.stack([cotangent] * 2, 1))
+
+
+def by_forward_over_reverse(fun, w, x, cotangent):
+    """The tangent of the gradient of the weight, along data."""
+
+    def grad_of_weight(x):
+        return jax.vjp(fun, w, x)[1](cotangent)[0]
+
+    return jax.jvp(grad_of_weight, (x,), (integers(*x.shape, largest=48),))[1]
+
+
+@pytest.mark.parametrize("run", [by_vmap_over_both, by_forward_over_reverse])
+@pytest.mark.parametrize("name", ["batch axes inside", "batch groups"])
+def test_gradients_are_exact_under_every_transformation(name, run):
+    assert_named_exact(name, run=run)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_exported_gradients_are_products_of_float16_with_float32_results(platform):
+    grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)))))
+    exported = export.export(grad, platforms=[platform])(W, X)
+    text = exported.mlir_module()
+    assert "(tensor<64x5xf16>, tensor<64x8xf16>) -> tensor<5x8xf32>" in text
+    if platform == "cpu":
+        np.testing.assert_array_equal(exported.call(W, X), grad(W, X))
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("tpu", "f32"), ("cuda", "f16")])
+def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, dtype):
+    """With a float32 result XLA for GPUs would multiply float32 copies."""
+    fun, *shapes = PRODUCTS["convolution"]
+    args = [integers(*shape) for shape in shapes]
+    grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(fun(w, x))))))
+    text = export.export(grad, platforms=[platform])(*args).mlir_module()
+    lines = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    types = [re.findall(r"tensor<[\dx]*(f\d+)>", line) for line in lines]
+    assert types == [["f16", "f16", "f16"], ["f16", "f16", dtype]]
+
+
+# --- Of a factor that depends on the result of a low product ----------------------
+# Each function returns a value that is a factor of one more product, and depends on `z`
+# by addition, so that the gradient of `z` is that of the factor.
+
+H, V, Z = integers(6, 4), integers(4, 4), integers(6, 4)
+LAST, COTANGENT = integers(4, 64), integers(6, 64)
+EXACT = np.asarray(COTANGENT) @ np.asarray(LAST).T
+ROUNDED = EXACT.astype(np.float16).astype(np.float32)
+
+
+def layers(h):
+    return lax.scan(lambda h, w: (h @ w, None), h, jnp.stack([V, V]))[0]
+
+
+def steps(h):
+    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ V), (0, h))[1]
+
+
+def branches(h):
+    return lax.switch(jnp.int32(1), [lambda h: h @ V, lambda h: h], h)
+
+
+AFTER_A_PRODUCT = {
+    "a layer": lambda z: z + H @ V,
+    "an activation function": lambda z: z + jax.nn.gelu(H @ V),
+    "a part of an array": lambda z: jnp.where(H > 0, z + H @ V, z),
+    "jit": lambda z: jax.jit(lambda z: z + H @ V)(z),
+    "checkpoint": lambda z: z + jax.checkpoint(lambda w: H @ w)(V),
+    "a scan": lambda z: z + layers(H),
+    "a loop": lambda z: z + steps(H),
+    "one of two branches": lambda z: z + branches(H),
+    "a rule for tangents": lambda z: z + own_tangent(V, H),
+    "a rule for cotangents": lambda z: z + own_layer(V, H),
+    "vmap": lambda z: z + jax.vmap(lambda x: x @ V)(H),
+    "a convolution": lambda z: (
+        z + lax.conv(H[None], jnp.ones((6, 6, 1)), (1,), "SAME")[0]
+    ),
+}
+NOT_AFTER_A_PRODUCT = {
+    "a parameter": lambda z: z,
+    "a parameter with a norm": lambda z: z / jnp.linalg.norm(Z) * jnp.linalg.norm(Z),
+    "a mask": lambda z: z * jnp.where(H @ V > 1e9, 0.0, 1.0),
+    "no derivative": lambda z: z + lax.stop_gradient(H @ V),
+    "full precision": lambda z: z + ols.full_precision(lambda: H @ V)(),
+    "a precision": lambda z: z + jnp.dot(H, V, precision="highest"),
+    "a row of a table that a product chooses": lambda z: z[
+        jnp.argsort(jnp.argmax(H @ V, 1) + 10 * jnp.arange(6))
+    ],
+    "a loop without a product": lambda z: lax.fori_loop(0, 2, lambda i, h: h + H, z),
+}
+
+
+def gradient(fun, **settings):
+    cast = ols.autocast(lambda z: fun(z) @ LAST, **settings)
+    return np.asarray(jax.vjp(cast, Z)[1](COTANGENT)[0])
+
+
+@pytest.mark.parametrize("name", AFTER_A_PRODUCT)
+def test_after_a_product_a_gradient_is_rounded(name):
+    assert np.sum(EXACT != ROUNDED) >= 12
+    np.testing.assert_array_equal(gradient(AFTER_A_PRODUCT[name]), ROUNDED)
+
+
+@pytest.mark.parametrize("name", NOT_AFTER_A_PRODUCT)
+def test_everywhere_else_a_gradient_is_a_float32_sum(name):
+    assert_close(gradient(NOT_AFTER_A_PRODUCT[name]), EXACT, 1e-6)
+
+
+# --- Under transformations of JAX -------------------------------------------------
+
+
+def loss(params, x):
+    """Two layers; the second product has its factors in the other order."""
+    h = jax.nn.relu(x @ params["first"])
+    return jnp.mean(jnp.einsum("ho,bh->bo", params["second"], h) ** 2)
+
+
+PARAMS = {"first": V / 64, "second": integers(4, 64) / 64}
+BATCHES = jnp.stack([H, 2 * H, -H])
+
+
+def by_linearize(cast):
+    def grad(params, x):
+        value, linear = jax.linearize(lambda params: cast(params, x), params)
+        return jax.linear_transpose(linear, params)(jnp.ones_like(value))[0]
+
+    return grad
+
+
+AROUND = {
+    "vmap": lambda cast: jax.vmap(jax.grad(cast), (None, 0)),
+    "jit": lambda cast: jax.vmap(jax.jit(jax.grad(jax.jit(cast))), (None, 0)),
+    "checkpoint": lambda cast: jax.vmap(jax.grad(jax.checkpoint(cast)), (None, 0)),
+    "a scan": lambda cast: (
+        lambda p, x: lax.scan(lambda _, x: (_, jax.grad(cast)(p, x)), 0, x)[1]
+    ),
+    "vmap inside": lambda cast: jax.grad(
+        lambda p, x: jnp.sum(jax.vmap(cast, (None, 0))(p, x))
+    ),
+    "vmap over everything": lambda cast: (
+        lambda p, x: jax.vmap(jax.grad(cast))(
+            jax.tree.map(lambda w: jnp.stack([w, -w, w]), p), x
+        )
+    ),
+    "linearize": lambda cast: jax.vmap(by_linearize(cast), (None, 0)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_gradients_of_parameters_alone_are_float32_products_under(name):
+    around = AROUND[name]
+    grad = around(ols.autocast(loss))
+    assert_close(grad(PARAMS, BATCHES), around(loss)(PARAMS, BATCHES))
+    results = [each.outvars[0].aval for each in products_of(grad, PARAMS, BATCHES)]
+    counts = collections.Counter(result.dtype.name for result in results)
+    assert counts == {"float32": 2, "float16": 5 if name == "checkpoint" else 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "by",
+    [
+        jax.hessian,
+        lambda f: jax.jacrev(jax.jacrev(f)),
+        lambda f: jax.jacrev(jax.jacfwd(f)),
+        lambda f: jax.jacfwd(jax.jacfwd(f)),
+    ],
+)
+def test_a_second_derivative_is_right(by):
+    """Of a sum of squares of products, whose derivatives a polynomial has exactly."""
+    x, w = integers(3, 2, largest=3), integers(2, 2, largest=3)
+
+    def fun(t):
+        return jnp.sum(((x + t) @ w @ w) ** 2)
+
+    np.testing.assert_array_equal(by(ols.autocast(fun))(1.0), jax.hessian(fun)(1.0))
