@@ -1,4 +1,4 @@
-"""What the package needs of JAX and Flax that they do not promise to keep.
+"""What the package needs of JAX that it does not promise to keep.
 
 Names that are private or differ between versions stand here with the reason, and
 `tests/autocast/test_jax_internals.py` says what to do when one is gone. Some parameters

@@ -36,6 +36,9 @@ _LINE = re.compile(r":\d+ \(.*\)$")  # As in "model.py:12 (loss_fn)".
 class Settings(NamedTuple):
     """How `autocast` rewrites a program.
 
+    `scope` and `reason` change on the way into a program, by `inside`; all others are
+    what the caller gave.
+
     Attributes:
       dtype: The dtype to which the operands of products are rounded.
       level: `"O0"` to `"O3"`.

@@ -125,7 +125,8 @@ def as_partial(fun: Callable[..., PyTree]) -> Partial:
         return Partial(fun.__func__, fun.__self__)
     if isinstance(fun, functools.partial):
         inner = as_partial(fun.func)
-        return Partial(inner.func, *inner.args, *fun.args, **fun.keywords)
+        keywords = inner.keywords | fun.keywords
+        return Partial(inner.func, *inner.args, *fun.args, **keywords)
     return Partial(operator.call, fun)
 
 

@@ -152,7 +152,7 @@ def _in_float32(tree: PyTree) -> PyTree:
 def _error_of(low: np.ndarray, right: np.ndarray) -> GradientError:
     is_right, is_low = np.isfinite(right), np.isfinite(low)
     both = is_right & is_low
-    difference = float(np.linalg.norm((low - right)[both]))
+    difference = float(np.linalg.norm(low[both] - right[both]))
     in_both, norm = (float(np.linalg.norm(right[x])) for x in (both, is_right))
     is_lost = np.any(is_right) and not np.any(both)
     without_norm = np.inf if difference or is_lost else 0.0

@@ -138,8 +138,11 @@ def test_methods_objects_and_partial_functions_can_be_wrapped():
         def decorated(self, x):
             return x @ self.w
 
-    product = Product(W)
-    for fun in (functools.partial(jnp.matmul, b=W), product, product.__call__):
+    product, partial = Product(W), functools.partial(jnp.matmul, b=W)
+    # Python keeps a partial function inside another where the inner one has a name.
+    named = functools.partial(functools.update_wrapper(partial, jnp.matmul), X)
+    np.testing.assert_array_equal(ols.autocast(named)(), ols.autocast(partial)(X))
+    for fun in (partial, product, product.__call__):
         assert_close(ols.autocast(fun)(X), X @ W)
         assert dtypes_of(ols.autocast(fun), X) == ["float16"]
     assert dtypes_of(product.decorated, X) == ["float16"]

@@ -81,6 +81,12 @@ def test_flushed_and_infinite_gradients_are_counted(
         assert 0 < error.norm < np.inf
 
 
+def test_entries_that_are_infinite_in_float32_too_are_left_out():
+    error = gradient_errors(lambda w: jnp.sum(jnp.sqrt(w)), jnp.array([0.0, 4.0]))
+    (error,) = error.values()
+    assert (error.relative_error, error.nonfinite, error.norm) == (0, 0, 0.25)
+
+
 @pytest.mark.slow
 def test_a_gradient_that_is_wrong_and_finite_is_found():
     hits = jnp.zeros(16384, int)  # Ones, added up in float16, stop at 2048.
