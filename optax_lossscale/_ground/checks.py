@@ -104,13 +104,13 @@ def check_float_dtype(name: str, dtype: jax.typing.DTypeLike) -> jax.typing.DTyp
     except TypeError:  # Not a dtype at all.
         is_floating = False
     if not is_floating:
-        meant = dtype_meant(dtype)
+        meant = _dtype_meant(dtype)
         hint = f" (Did you mean {meant}?)" if meant else ""
         raise TypeError(f"`{name}` must be a floating dtype, got {shown(dtype)}.{hint}")
     return dtype
 
 
-def dtype_meant(value: object) -> str | None:
+def _dtype_meant(value: object) -> str | None:
     """The dtype that a name means elsewhere: "fp16", "bf16", "mixed_float16"."""
     name = re.search("(?i)(b?)f[a-z]*16$", str(value))
     return None if name is None else f"{name[1].lower()}float16"

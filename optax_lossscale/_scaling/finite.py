@@ -79,7 +79,7 @@ def is_finite(
 @jax.jit  # Here and below, so that outside `jit` it is one dispatch.
 def _are_finite(groups: list[list[jax.Array]]) -> jax.Array:
     # Reference: `[lax.is_finite(a).all() for group in groups for a in group]`.
-    parts = [reduce(lax.bitwise_and, map(lax.is_finite, g)).all() for g in groups]
+    parts = [_combined(lax.bitwise_and, lax.is_finite, g).all() for g in groups]
     return jnp.stack([*parts, True]).all()
 
 
@@ -97,7 +97,7 @@ def largest_magnitude(
 @jax.jit
 def _largest(groups: list[list[jax.Array]]) -> jax.Array:
     # Reference: `[_magnitude(a).max() for group in groups for a in group]`.
-    parts = [reduce(lax.max, map(_magnitude, group)).max() for group in groups]
+    parts = [_combined(lax.max, _magnitude, group).max() for group in groups]
     return jnp.stack([*parts, jnp.float32(0.0)]).max()
 
 
@@ -133,7 +133,7 @@ _SMALL = 2**14
 
 
 def _of_one_shape(arrays: list[jax.Array]) -> list[list[jax.Array]]:
-    """Groups of arrays that are combined entry by entry before the reduction.
+    """Groups of arrays of one shape, or of small ones, which are reduced together.
 
     Reference: `[[array] for array in arrays]`. A reduction is two or three kernels on a
     GPU, and a large network has many arrays of few shapes. Arrays that may be sharded
@@ -145,19 +145,25 @@ def _of_one_shape(arrays: list[jax.Array]) -> list[list[jax.Array]]:
         return [[array] for array in arrays]
     alike: dict[Any, list[jax.Array]] = {}
     for array in arrays:
-        is_small = array.size < _SMALL
-        alike.setdefault(array.dtype if is_small else jax.typeof(array), []).append(
-            lax.reshape(array, (array.size,)) if is_small else array
-        )
-    groups = [
+        kind = array.dtype if array.size < _SMALL else jax.typeof(array)
+        alike.setdefault(kind, []).append(array)
+    return [
         same[start : start + _LARGEST_GROUP]
         for same in alike.values()
         for start in range(0, len(same), _LARGEST_GROUP)
     ]
-    return [
-        [lax.concatenate(group, 0)] if group[0].size < _SMALL else group
-        for group in groups
-    ]
+
+
+def _combined(
+    combine: Callable[..., jax.Array],
+    of_entries: Callable[[jax.Array], jax.Array],
+    group: list[jax.Array],
+) -> jax.Array:
+    """What is to be reduced of a group: arrays of one shape, or several small ones."""
+    if len(group) > 1 and group[0].size < _SMALL:
+        flat = [lax.reshape(array, (array.size,)) for array in group]
+        return of_entries(lax.concatenate(flat, 0))
+    return reduce(combine, map(of_entries, group))
 
 
 def _magnitude(array: jax.Array) -> jax.Array:

@@ -170,7 +170,13 @@ FAULTS["test_finite.py"] = {
             "    leaves = [widen(x) for x in leaves[:first]]",
         )
     ],
-    "infinity_missed": [Edit(FINITE, "map(lax.is_finite, g)", "(x == x for x in g)")],
+    "infinity_missed": [
+        Edit(
+            FINITE,
+            "_combined(lax.bitwise_and, lax.is_finite, g)",
+            "_combined(lax.bitwise_and, lambda x: x == x, g)",
+        )
+    ],
     "bfloat16_leaf_unchecked": [
         Edit(
             FINITE,
@@ -945,7 +951,7 @@ FAULTS["autocast/test_linen_and_equinox_modules.py"] = {
     "a_line_in_high_is_ignored": [
         Edit(
             "_autocast/levels.py",
-            "return is_in_scope or (self._has_lines and _line_of(equation) in self.high)",
+            "return is_in_scope or (self._has_lines and line_in_code(equation) in self.high)",
             "return is_in_scope",
         )
     ],
