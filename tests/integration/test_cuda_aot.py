@@ -122,18 +122,10 @@ def test_a_float16_infinity_that_was_finite_in_float32_is_found(
     assert np.isinf(magnitude)
 
 
-def test_rounding_masters_takes_no_kernel_of_its_own():
-    tx = ols.master_weights(lenient(optax.sgd(1.0)))
-    params = jnp.ones(100, jnp.float16)
-    program = compiled(tx.update, params, tx.init(params), params).as_text()
-    assert program.count(" fusion(") == 1
-
-
-@pytest.mark.parametrize("gpu", ["cuda", "v100"])
 @pytest.mark.parametrize("model", ["GPT", "ResNet-18", "LSTM"])
-def test_in_a_whole_step_loss_scaling_reads_the_gradients_once_more(model, gpu):
+def test_in_a_whole_step_on_v100_loss_scaling_reads_gradients_once_more(model):
     (bare, read), (scaled, _) = (
-        compiled_step(model, "autocast, O1", scaler, device_of(gpu))
+        compiled_step(model, "autocast, O1", scaler, device_of("v100"))
         for scaler in ("none", "loss_scaled")
     )
     moved = [bytes_and_kernels(step.as_text())[0] for step in (bare, scaled)]
@@ -180,45 +172,3 @@ def test_attention_marked_by_low_precision_is_one_call_of_cudnn_each_way():
     assert (fused["fused, forward"], fused["fused, backward"]) == ("1", "1")
     # Attention weights of 16 MB are stored no more, neither in float16 nor in float32.
     assert float(unfused["temporary MB"]) - float(fused["temporary MB"]) > 16
-
-
-def looked_up(table, i):
-    return table[i]
-
-
-def cost_of_lookup(lookup, dtype, gpu):
-    """Bytes, kernels and temporary bytes of a lookup, and of its gradient."""
-    table = jax.ShapeDtypeStruct((32_000, 512), dtype)
-    i = jax.ShapeDtypeStruct((8192,), jnp.int32)
-    rows = jax.ShapeDtypeStruct((8192, 512), jnp.float16)
-
-    def gradient(table, i, rows):
-        return jax.vjp(lambda table: lookup(table, i), table)[1](rows)
-
-    for program in (
-        compiled(lookup, table, i, gpu=gpu),
-        compiled(gradient, table, i, rows, gpu=gpu),
-    ):
-        temporary = program.memory_analysis().temp_size_in_bytes
-        yield *bytes_and_kernels(program.as_text()), temporary
-
-
-@pytest.mark.parametrize("gpu", ["v100", "cuda"])
-def test_a_lookup_with_a_float32_gradient_is_one_kernel_that_reads_its_rows(gpu):
-    forward, _ = cost_of_lookup(ols.autocast(looked_up), jnp.float16, gpu)
-    assert forward[1:] == (1, 0)  # So the whole table is never cast.
-
-
-@pytest.mark.parametrize("gpu", ["v100", "cuda"])
-def test_of_float32_parameters_the_float32_gradient_costs_nothing(gpu):
-    costs = [
-        list(
-            cost_of_lookup(
-                lambda table, i, f=f: f(table.astype(jnp.float16), i), jnp.float32, gpu
-            )
-        )
-        for f in (looked_up, ols.autocast(looked_up))
-    ]
-    for written, low in zip(*costs, strict=True):
-        assert all(a <= b for a, b in zip(low, written, strict=True))
-    assert costs[1][1][2] == 0

@@ -1,19 +1,15 @@
 """The example of GRPO: its sampler, its gradient, and its measures of mismatch."""
 
 import argparse
-import functools
 import sys
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-import optax_lossscale as ols
 import train_grpo
-from helpers.compat import IS_JAX_0_7
 from helpers.inner import standard_promotion
 
 RNG = np.random.default_rng(0)
@@ -29,8 +25,8 @@ def prompts_and_keys(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heat", [1.0, 0.7])
-def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(heat):
+def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text():
+    heat = 0.7
     model = train_grpo.GPT(SMALL, nnx.Rngs(0))
     with standard_promotion():
         text, sampled = SAMPLE(FORWARD, model, *prompts_and_keys(16), heat)
@@ -39,30 +35,9 @@ def test_the_sampler_with_its_cache_gives_the_probabilities_of_the_whole_text(he
     np.testing.assert_allclose(sampled, learned, atol=1e-5)
 
 
-@pytest.mark.skipif(IS_JAX_0_7, reason="XLA of JAX 0.7 has other last bits under jit")
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_compiled_program_rounds_to_bfloat16_wherever_it_says_so(level):
-    """XLA must be told so, as in the runs of `benchmarks/rl`."""
-    model = train_grpo.GPT(SMALL, nnx.Rngs(0))
-    forward = ols.autocast(FORWARD, jnp.bfloat16, level=level)
-    sampler = functools.partial(train_grpo.sample, forward)
-    learner = functools.partial(train_grpo.answer_log_probs, forward)
-    rounded = functools.partial(
-        jax.jit, compiler_options={"xla_allow_excess_precision": False}
-    )
-    with standard_promotion():
-        args = model, *prompts_and_keys(4), 1.0
-        text, sampled = rounded(sampler)(*args)
-        learned = rounded(learner)(model, text, 1.0)
-        with jax.disable_jit():  # Each operation by itself.
-            chex.assert_trees_all_equal(sampler(*args), (text, sampled))
-            chex.assert_trees_all_equal(learner(model, text, 1.0), learned)
-
-
 @pytest.mark.slow  # It draws 20,000 answers.
-@pytest.mark.parametrize("heat", [1.0, 3.0])
-def test_whole_answers_are_drawn_as_often_as_the_model_says(heat):
+def test_whole_answers_are_drawn_as_often_as_the_model_says():
+    heat = 3.0
     options = argparse.Namespace(width=32, layers=1, digits=2)
     model = train_grpo.GPT(options, nnx.Rngs(0))
     model.head.kernel[...] *= 8  # Else all answers would be about as probable.
@@ -110,13 +85,6 @@ def test_the_gradient_is_that_of_the_clipped_objective(advantage):
     np.testing.assert_allclose(jax.grad(loss)(logits)[0], expected, atol=1e-6)
 
 
-def test_a_weight_is_the_ratio_of_the_learner_to_the_sampler_and_at_most_two():
-    learned = jnp.log(jnp.array([0.2, 0.5, 0.9]))
-    weights = train_grpo.weights_of(jnp.log(jnp.array([0.4, 0.4, 0.3])), learned)
-    np.testing.assert_allclose(weights, [0.5, 1.25, 2.0], rtol=1e-6)
-
-
-@pytest.mark.slow
 def test_the_kl_divergence_is_that_of_two_known_distributions():
     sampler, learner = np.array([0.5, 0.25, 0.25]), np.array([0.4, 0.4, 0.2])
     drawn = [0, 0, 1, 2]  # Each as often as the sampler draws it.
@@ -130,18 +98,6 @@ def test_the_kl_divergence_is_that_of_two_known_distributions():
     np.testing.assert_allclose(figures["difference_max"], np.log(1.6), rtol=1e-5)
 
 
-def test_a_planted_mismatch_is_measured():
-    learned = jnp.asarray(RNG.normal(size=(8, 5)), jnp.float32)
-    figures = train_grpo.mismatch(learned - jnp.log(1.5), learned)
-    np.testing.assert_allclose(figures["difference_mean"], np.log(1.5), rtol=1e-5)
-    assert figures["outside_clip"] == 1
-    figures = train_grpo.mismatch(learned + jnp.log(1.5), learned)
-    np.testing.assert_allclose(figures["difference_mean"], np.log(1.5), rtol=1e-5)
-    figures = train_grpo.mismatch(learned, learned)
-    assert all(float(x) == 0 for x in figures.values())
-
-
-@pytest.mark.slow
 def test_answers_are_rewarded_and_compared_with_their_group():
     text = jnp.array([[3, 1, 10, 1, 3], [3, 1, 10, 3, 1], [2, 2, 10, 2, 2]])
     assert train_grpo.rewards_of(text).tolist() == [1.0, 0.0, 1.0]
@@ -172,40 +128,24 @@ def program(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_answers_to_a_prompt_stand_together_and_each_has_its_own_key(program):
-    run = program()
-    first, second = run.batch_of(0), run.batch_of(1)
-    assert np.array_equal(first["prompts"], np.repeat(first["prompts"][::4], 4, axis=0))
-    assert not np.array_equal(first["prompts"][0], first["prompts"][4])
-    keys = np.concatenate([first["keys"], second["keys"]])
-    assert len(np.unique(keys, axis=0)) == 16
-    state = run.start()
-    text = run.rollout(state, first).text
-    assert len(np.unique(text[:4], axis=0)) > 1
-
-
-@pytest.mark.slow
 def test_the_sampler_rounds_as_its_level_says_and_the_learner_as_its_precision_says(
     program,
 ):
     sampled, learned = {}, {}
-    for options in ["float32"], ["float16"], ["float16", "--sampler", "O1"]:
-        run = program("--precision", *options)
+    for level in "O1", "O2":
+        run = program("--precision", "float16", "--sampler", level)
         batch = jax.jit(run.rollout)(run.start(), run.batch_of(0))
         state, _ = jax.jit(run.step)(run.start(), batch)
-        sampled[options[-1]] = batch.sampled
-        learned[options[-1]] = state.history["difference_max"][0]
-    assert learned["float32"] < 1e-5
+        sampled[level] = batch.sampled
+        learned[level] = state.history["difference_max"][0]
     assert learned["O1"] < 1e-5  # Both round alike.
-    assert learned["float16"] > 5e-5
-    exact = sampled["float32"]
-    assert all(not np.array_equal(exact, sampled[name]) for name in ("float16", "O1"))
+    assert learned["O2"] > 5e-5
+    assert not np.array_equal(sampled["O1"], sampled["O2"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("correct", "weight"), [("yes", 2.0), ("no", 1.0)])
-def test_digits_are_weighted_only_where_that_is_asked_for(program, correct, weight):
-    run = program("--precision", "float32", "--correct", correct)
+def test_digits_are_weighted_by_the_ratio_of_learner_to_sampler_up_to_two(program):
+    run = program("--precision", "float32", "--correct", "yes")
     state = run.start()
     batch = run.rollout(state, run.batch_of(0))
     rewards = jnp.array([1.0, 0.0, 0.0, 0.0] * 2)
@@ -214,26 +154,5 @@ def test_digits_are_weighted_only_where_that_is_asked_for(program, correct, weig
     _, loss = jax.jit(run.step)(state, batch._replace(sampled=sampled, rewards=rewards))
     advantages = train_grpo.advantages_of(rewards, 4)
     # Before the first update all ratios are 1.
-    expected = -np.mean(np.where(rewards == 1, weight, 1.0) * advantages)
+    expected = -np.mean(np.where(rewards == 1, 2.0, 1.0) * advantages)
     np.testing.assert_allclose(loss, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_report_has_the_means_of_the_steps_since_the_one_before(program):
-    run = program("--report", "2")
-    state, rewards = run.start(), []
-    step, evaluate = jax.jit(run.step), jax.jit(run.evaluate)
-    for count in range(3):
-        batch = run.rollout(state, run.batch_of(count))
-        new = jnp.linspace(0.0, count, 8)
-        rewards.append(float(new.mean()))
-        if count == 2:  # This step is skipped, so it has no norm of gradients.
-            new = new.at[0].set(jnp.nan)
-        state, _ = step(state, batch._replace(rewards=new))
-        if count == 1:
-            np.testing.assert_allclose(evaluate(state)["reward"], np.mean(rewards))
-    figures = evaluate(state)
-    assert figures["skipped"] == 1
-    assert figures["grad_norm"] == 0
-    assert np.isnan(figures["reward"])  # Of the third step alone.
-    assert np.isfinite(figures["mismatch_kl"])
