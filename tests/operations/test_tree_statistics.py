@@ -1,4 +1,4 @@
-"""Diagnostics of overflow and underflow against NumPy, over the range of each dtype."""
+"""docs/reference/diagnostics.md, "The arrays of a pytree": the numbers beside NumPy."""
 
 import functools
 import io
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import optax_lossscale as ols
 from helpers.compat import enable_x64
 from helpers.float_values import DTYPES, as_float64, float32_values, values_of
 from optax_lossscale import diagnostics
@@ -25,19 +24,22 @@ def without_subnormal_numbers(values):
     return values[~((magnitudes > 0) & (magnitudes < 2.0**-126))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_histogram_counts_each_exponent_zeros_and_nonfinite_entries(dtype):
+@pytest.mark.parametrize("dtype", [*DTYPES[1:4], "float32"])
+def test_each_exponent_zeros_nan_and_infinities_are_counted(dtype):
     values, low, high = without_subnormal_numbers(values_of(dtype)), -40, 20
     histogram = jax.jit(diagnostics.exponent_histogram)(values)
-    magnitudes = np.abs(as_float64(values))
-    finite = magnitudes[np.isfinite(magnitudes)]
+    wide = as_float64(values)
+    finite = np.abs(wide[np.isfinite(wide)])
     exponents = np.clip(np.floor(np.log2(finite[finite > 0])), low, high).astype(int)
     counts = np.bincount(exponents - low, minlength=high - low + 1)
     np.testing.assert_array_equal(histogram.exponents, np.arange(low, high + 1))
     np.testing.assert_array_equal(histogram.counts, counts)
     assert histogram.zero_count == np.sum(finite == 0)
-    assert histogram.nonfinite_count == np.sum(~np.isfinite(magnitudes))
+    assert histogram.nonfinite_count == np.sum(~np.isfinite(wide))
     assert all(leaf.dtype == jnp.int32 for leaf in histogram)
+    report = jax.jit(diagnostics.nonfinite_report)({"x": values})["x"]
+    numbers = np.sum(np.isnan(wide)), np.sum(np.isinf(wide)), values.size
+    assert (report["nan"], report["inf"], report["size"]) == numbers
 
 
 def test_the_histogram_of_float64_goes_beyond_float32():
@@ -47,29 +49,6 @@ def test_the_histogram_of_float64_goes_beyond_float32():
             values, min_exponent=-600, max_exponent=600
         )
     assert np.flatnonzero(histogram.counts).tolist() == [0, 601, 1200]
-
-
-@pytest.mark.slow
-def test_counts_are_exact_above_two_to_the_24():
-    # A float32 sum of ones stops growing there.
-    size = 2**24 + 3
-    tree = {"many": jnp.full(size, 2.0**-30, jnp.float16), "few": jnp.ones(2)}
-    assert diagnostics.exponent_histogram(tree).zero_count == size
-    tree["many"] = jnp.full(size, jnp.nan, jnp.float16)
-    assert diagnostics.nonfinite_report(tree)["many"]["nan"] == size
-    tree["many"] = jnp.full(size, 1e-9, jnp.float32)
-    share = diagnostics.underflow_fraction(tree)
-    assert share == np.float32(size / (size + 2))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_nan_and_infinity_is_counted(dtype):
-    values = values_of(dtype)
-    wide = as_float64(values)
-    report = jax.jit(diagnostics.nonfinite_report)({"x": values})["x"]
-    assert report["nan"] == np.sum(np.isnan(wide))
-    assert report["inf"] == np.sum(np.isinf(wide))
-    assert report["size"] == values.size
 
 
 @pytest.mark.slow
@@ -124,22 +103,21 @@ def test_headroom_and_the_suggested_scale_follow_from_the_largest_entry(
     assert 2.0**-126 <= suggested <= 2.0**126
 
 
-def test_for_zeros_headroom_is_infinite_and_the_default_scale_is_suggested():
-    for tree in ([jnp.zeros(2), jnp.zeros(0)], {}):
-        assert diagnostics.headroom_bits(tree) == math.inf
-        assert diagnostics.suggest_init_scale(tree) == 2.0**15
-        assert diagnostics.underflow_fraction(tree) == 0
-        assert len(diagnostics.nonfinite_report(tree)) == len(jax.tree.leaves(tree))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_for_nonfinite_entries_headroom_is_minus_infinity_and_no_scale_fits(value):
-    tree = [jnp.ones(2), jnp.asarray([1.0, value]), jnp.ones(3)]
-    assert diagnostics.headroom_bits(tree) == -math.inf
-    suggested = float(diagnostics.suggest_init_scale(tree))
-    with pytest.raises(ValueError, match="`init_scale` must be positive"):
-        ols.dynamic_loss_scale(suggested)
+@pytest.mark.parametrize(
+    ("tree", "bits", "scale"),
+    [
+        ({"a": jnp.zeros(2), "b": jnp.zeros(0)}, math.inf, 2.0**15),
+        ({}, math.inf, 2.0**15),
+        ([jnp.ones(2), jnp.asarray([1.0, math.nan]), jnp.ones(3)], -math.inf, math.nan),
+        ([jnp.ones(2), jnp.asarray([1.0, math.inf])], -math.inf, math.nan),
+    ],
+)
+def test_headroom_and_the_suggested_scale_of_zeros_and_of_nonfinite_entries(
+    tree, bits, scale
+):
+    assert diagnostics.headroom_bits(tree) == bits
+    assert diagnostics.underflow_fraction(tree) == 0
+    np.testing.assert_equal(float(diagnostics.suggest_init_scale(tree)), scale)
 
 
 TREE = {
@@ -156,18 +134,10 @@ the array: 1 nan, 0 inf of 1
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        (TREE, REPORT),
-        (diagnostics.nonfinite_report(TREE), REPORT),
-        (jnp.asarray([math.nan]), ONE_REPORT),
-    ],
-    ids=["tree", "report", "array"],
-)
-def test_the_report_is_printed_worst_first(what, expected, capsys):
-    diagnostics.print_nonfinite_report(what)
-    assert capsys.readouterr().out == expected
+def test_the_report_is_printed_worst_first(capsys):
+    for what in (TREE, diagnostics.nonfinite_report(TREE), jnp.asarray([math.nan])):
+        diagnostics.print_nonfinite_report(what)
+    assert capsys.readouterr().out == REPORT + REPORT + ONE_REPORT
 
 
 @pytest.mark.slow  # Compiles for eight devices.
@@ -184,27 +154,13 @@ def test_diagnostics_can_read_sharded_leaves():
         assert diagnostics.underflow_fraction(leaf) == 0
 
 
-def test_paths_that_look_the_same_are_told_apart():
-    tree = {"a/b": jnp.ones(1), "a": {"b": jnp.asarray([math.nan])}}
-    report = diagnostics.nonfinite_report(tree)
-    assert sorted(int(of_leaf["nan"]) for of_leaf in report.values()) == [0, 1]
-
-
-SWAPPED = {"min_exponent": 3, "max_exponent": 2}
-
-
-@pytest.mark.parametrize(
-    ("function", "settings", "message"),
-    [
-        (diagnostics.headroom_bits, {"scale": 0.0}, "`scale` must be positive"),
-        (diagnostics.underflow_fraction, {"scale": math.inf}, "must be positive"),
-        (diagnostics.exponent_histogram, SWAPPED, "`min_exponent` must be at most"),
-        (diagnostics.suggest_init_scale, {"margin_bits": -1.0}, "finite, at least"),
-    ],
-)
-def test_bad_arguments_are_refused(function, settings, message):
-    with pytest.raises(ValueError, match=message):
-        function(jnp.ones(1), **settings)
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="`scale` must be positive"):
+        diagnostics.headroom_bits(jnp.ones(1), scale=0.0)
+    with pytest.raises(ValueError, match="`min_exponent` must be at most"):
+        diagnostics.exponent_histogram(jnp.ones(1), min_exponent=3, max_exponent=2)
+    with pytest.raises(ValueError, match="`margin_bits` must be"):
+        diagnostics.suggest_init_scale(jnp.ones(1), margin_bits=-1.0)
 
 
 def test_a_report_printed_inside_jit_is_refused_with_what_to_do_instead():
