@@ -142,8 +142,6 @@ def _evaluate_rule(
         inputs = [read(atom, values) for atom in equation.invars]
         primitive, params = equation.primitive, equation.params
         if primitive in PRODUCTS:
-            # The rule may have been traced for another default precision.
-            params = {**params, "precision": dict(product.params)["precision"]}
             own = product._replace(primitive=primitive, params=tuple(params.items()))
             primitive, params = low_product_p, {"product": own}
         (values[equation.outvars[0]],) = bind(primitive, inputs, params)

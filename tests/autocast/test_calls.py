@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import subprocess
 import sys
 import threading
@@ -15,15 +14,11 @@ import pytest
 from flax import nnx
 
 import optax_lossscale as ols
-from helpers.under_autocast import W, X, assert_close, dot_loss, dtypes_of
-from optax_lossscale import diagnostics
+from helpers.under_autocast import W, X, assert_close, dtypes_of
 
 # --- Settings ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [lambda s: ols.autocast(dot_loss, **s), lambda s: ols.autocast(**s)]
-)
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
@@ -31,29 +26,26 @@ from optax_lossscale import diagnostics
         ({"high": "Net/"}, TypeError, r"Did you mean `high=\['Net/'\]`\?"),
         ({"level": "02"}, ValueError, r"one of O0, O1, O2, O3.*Did you mean 'O2'\?"),
         ({"level": "o1"}, ValueError, r"Did you mean 'O1'\?"),
-        ({"dtype": jnp.int8}, TypeError, "`dtype` must be a floating dtype"),
         ({"dtype": "fp16"}, TypeError, r"got 'fp16'\. \(Did you mean float16\?\)"),
         ({"dtype": jnp.float32}, ValueError, r"32. \(Did you mean float16\?\)$"),
         ({"dtype": jnp.float8_e5m2}, ValueError, "must be float16 or bfloat16, got"),
         ({"high": None}, TypeError, "`high` must be a sequence of scopes, got None"),
-        ({"high": [3]}, ValueError, "must hold scopes such as 'Net/Dense_0/', got 3"),
         ({"high": ["/"]}, ValueError, "must hold scopes such as .*, got '/'"),
     ],
 )
-def test_bad_settings_are_refused_before_the_first_call(make, settings, error, text):
+def test_bad_settings_are_refused_before_the_first_call(settings, error, text):
     with pytest.raises(error, match=text):
-        make(settings)
-
-
-DECORATORS = [ols.autocast(level="O2"), ols.full_precision, ols.low_precision]
-LOOKS = [ols.autocast_report, diagnostics.trace_operations]
+        ols.autocast(**settings)
 
 
 @pytest.mark.parametrize(
     ("take", "fun"),
     [
-        *itertools.product(DECORATORS + LOOKS, [3, None, X]),
-        *itertools.product(DECORATORS, [nnx.Linear]),
+        (ols.autocast(level="O2"), nnx.Linear),
+        (ols.full_precision, nnx.Linear),
+        (ols.low_precision, X),
+        (ols.autocast_report, X),
+        (ols.diagnostics.trace_operations, None),
     ],
 )
 def test_what_is_not_a_function_is_refused(take, fun):
@@ -61,7 +53,7 @@ def test_what_is_not_a_function_is_refused(take, fun):
         take(fun)
 
 
-@pytest.mark.parametrize("fun", [jnp.bfloat16, np.dtype("float16"), "fp16", "O2"])
+@pytest.mark.parametrize("fun", [jnp.bfloat16, "fp16", "O2"])
 def test_a_setting_in_the_place_of_the_function_is_refused_with_the_fix(fun):
     with pytest.raises(TypeError, match=r"`autocast\((dtype=jnp|level=')"):
         ols.autocast(fun)
@@ -96,16 +88,13 @@ def test_the_settings_of_a_decorator_hold(decorate, dtype):
 
 
 def test_name_docstring_and_signature_of_a_decorated_function_are_kept():
-    @ols.autocast(level="O2")
     def layer(w: jax.Array, *, scale: float = 1.0) -> jax.Array:
         """Scales."""
         return w * scale
 
-    assert (layer.__name__, layer.__doc__) == ("layer", "Scales.")
-    signature = inspect.signature(layer)
-    assert list(signature.parameters) == ["w", "scale"]
-    assert signature.parameters["scale"].default == 1.0
-    assert signature.return_annotation is jax.Array
+    cast = ols.autocast(level="O2")(layer)
+    assert (cast.__name__, cast.__doc__) == ("layer", "Scales.")
+    assert inspect.signature(cast) == inspect.signature(layer)
 
 
 @pytest.mark.parametrize("mark", [ols.autocast, ols.autocast(), ols.low_precision])
@@ -182,48 +171,26 @@ def test_autocast_that_is_first_named_inside_a_jitted_step_compiles_it_once():
 
 # --- Threads ----------------------------------------------------------------------
 
-SETTINGS = [
-    {"dtype": dtype, "high": high}
-    for dtype in ("float16", "bfloat16")
-    for high in ((), ("Net/",))
-]
-ROUNDS = 4
 
-
-def make_loss():
-    """A loss with a jitted layer and a kernel, none of which JAX has traced yet."""
-    kernel = ols.low_precision(lambda x: jnp.tanh(x))
+def test_threads_that_trace_at_the_same_time_have_settings_of_their_own():
+    barrier = threading.Barrier(2, timeout=100)  # In case that one of them fails.
 
     @jax.jit
-    def layer(w, x):
-        return kernel(x @ w)
+    def layer(x):
+        return ols.low_precision(jnp.tanh)(x @ W)
 
-    def loss(w, x):
-        with jax.named_scope("Net"):
-            return jnp.mean(layer(w, x))
-
-    return loss
-
-
-@pytest.mark.slow
-def test_eight_threads_at_once_get_what_each_gets_alone():
-    barrier = threading.Barrier(8, timeout=100)  # In case that one of them fails.
-
-    def run(losses, settings, wait):
-        seen = []
-        for loss in losses:
+    def run(dtype, wait):
+        def fun(x):
             wait()
-            cast = ols.autocast(loss, **settings)
-            seen.append(str(jax.make_jaxpr(jax.value_and_grad(cast))(W, X)))
-            seen.append(float(cast(W, X)))
-        return seen
+            y = layer(x)
+            wait()
+            return y
 
-    shared = [make_loss() for _ in range(ROUNDS)]
-    with ThreadPoolExecutor(8) as pool:
-        threads = [pool.submit(run, shared, s, barrier.wait) for s in SETTINGS * 2]
-    alone = [
-        run([make_loss() for _ in range(ROUNDS)], settings, lambda: None)
-        for settings in SETTINGS
-    ]
-    assert [thread.result() for thread in threads] == alone * 2
-    assert len(set(map(str, alone))) == len(SETTINGS)
+        return str(jax.make_jaxpr(ols.autocast(fun, dtype))(X))
+
+    dtypes = ["float16", "bfloat16"]
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(run, dtype, barrier.wait) for dtype in dtypes]
+    alone = [run(dtype, lambda: None) for dtype in dtypes]
+    assert [thread.result() for thread in threads] == alone
+    assert ["bf16" in program for program in alone] == [False, True]

@@ -1,7 +1,7 @@
 """The body of a call runs low where autocast cannot look into its rules, and it warns.
 
-These are `custom_vmap`, `linear_call`, and what JAX keeps closed: from 0.12 on
-`jax.lax.custom_root`.
+These are, as docs/limits.md says, `custom_vmap`, `linear_call`, and what JAX keeps
+closed: from 0.12 on `jax.lax.custom_root`.
 """
 
 import jax
@@ -59,10 +59,10 @@ def closed(x, w, fun=jnp.matmul):
 
 
 NAMES = {
+    closed: "Closed",
     batched_by_hand: "custom_vmap_call",
     one_by_one: "custom_vmap_call",
     linear: "linear_call",
-    closed: "Closed",
 }
 
 
@@ -97,20 +97,14 @@ def test_a_call_without_products_is_not_changed_and_not_warned_of():
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot look into the rules:UserWarning")
-@pytest.mark.parametrize("fun", [batched_by_hand, one_by_one])
-def test_the_rule_for_batches_runs_low_inside_and_as_written_outside(fun):
+def test_rules_for_batches_and_transposes_run_as_written():
     xs = jnp.stack([X, 2 * X])
-    mapped = jax.vmap(fun, (0, None))
+    mapped = jax.vmap(batched_by_hand, (0, None))
     np.testing.assert_array_equal(ols.autocast(mapped)(xs, W)[0], LOW)
-    outside = jax.vmap(ols.autocast(fun), (0, None))(xs, W)
+    outside = jax.vmap(ols.autocast(batched_by_hand), (0, None))(xs, W)
     np.testing.assert_allclose(outside, mapped(xs, W), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:.* cannot look into the rules:UserWarning")
-def test_the_transpose_of_a_linear_call_runs_as_written():
-    g = jax.random.normal(jax.random.key(2), (4, 8))
-    (grad,) = jax.vjp(lambda w: ols.autocast(linear)(X, w), W)[1](g)
-    np.testing.assert_allclose(grad, X.T @ g, rtol=1e-6, atol=1e-6)
+    (grad,) = jax.vjp(lambda w: ols.autocast(linear)(X, w), W)[1](X)
+    np.testing.assert_allclose(grad, X.T @ X, rtol=1e-6, atol=1e-6)
 
 
 def root(w, x):
@@ -120,7 +114,7 @@ def root(w, x):
         return y - jnp.tanh(w @ y) / 10 - x
 
     def solve(g, y):
-        return lax.fori_loop(0, 20, lambda _, y: y - g(y), y)
+        return lax.fori_loop(0, 9, lambda _, y: y - g(y), y)
 
     def tangent_solve(g, y):
         return jnp.linalg.solve(jax.jacobian(g)(y), y)
@@ -128,15 +122,13 @@ def root(w, x):
     return lax.custom_root(residual, jnp.zeros(8), solve, tangent_solve)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* rules of CustomRoot:UserWarning")
+@pytest.mark.slow
 def test_the_solver_of_a_root_runs_low_and_gradients_agree():
-    y = jnp.zeros(8)
-    for _ in range(20):
-        y = y - (y - jnp.tanh(ols.autocast(jnp.matmul)(W, y)) / 10 - X[0])
-    np.testing.assert_allclose(ols.autocast(root)(W, X[0]), y, rtol=1e-6)
-    cast, written = (
-        jax.jit(jax.grad(lambda w, fun=fun: fun(w, X[0]).sum()))(W)
-        for fun in (ols.autocast(root), root)
+    (y, low), (exact, grad) = (
+        jax.jit(jax.value_and_grad(lambda w, f=f: jnp.sum(f(w, X[0]) ** 2)))(W)
+        for f in (ols.autocast(root), root)
     )
-    np.testing.assert_allclose(cast, written, rtol=0.02, atol=1e-3)
+    assert y != exact
+    np.testing.assert_allclose(y, exact, rtol=1e-3)
+    np.testing.assert_allclose(low, grad, rtol=0.02, atol=1e-3)

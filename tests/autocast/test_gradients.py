@@ -10,6 +10,7 @@ import collections
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,6 @@ from jax import export, lax
 import optax_lossscale as ols
 from helpers.under_autocast import (
     assert_close,
-    assert_exact,
     integers,
     own_layer,
     own_tangent,
@@ -82,73 +82,66 @@ PRODUCTS = {
     "grouped convolution": (convolution(feature_group_count=2), (3, 3, 2, 6), IMAGE),
     "batch groups": (convolution(batch_group_count=2), (3, 3, 4, 6), IMAGE),
     "experts": (lambda w, x: lax.ragged_dot(x, w, SIZES), (3, 8, 5), DATA),
-    "jit": (jax.jit(product), WEIGHT, DATA),
-    "checkpoint": (jax.checkpoint(product), WEIGHT, DATA),
     "a scan that reads the weight at each step": (with_scan_over_time, WEIGHT, DATA),
     "a scan over layers": (with_scan_over_layers, (3, 8, 4), DATA),
     "a branch": (with_cond, WEIGHT, DATA),
-    "a rule for tangents": (own_tangent, WEIGHT, DATA),
     "vmap over data": (jax.vmap(product, (None, 0)), WEIGHT, DATA),
-    "vmap over weights": (jax.vmap(product, (0, None)), (2, 8, 5), DATA),
-    "a weight that is read twice": (
-        lambda w, x: x @ w + 2.0 * (x @ w),
-        WEIGHT,
-        DATA,
-    ),
 }
 
 
-def assert_named_exact(name, **settings):
+def gradients(fun, w, x, cotangent):
+    return jax.vjp(fun, w, x)[1](cotangent)
+
+
+def assert_exact(name, run=gradients, scale=1.0, **settings):
+    """All gradients are those of float32, and float16 could not hold them."""
     fun, *shapes = PRODUCTS[name]
-    assert_exact(fun, *(integers(*shape) for shape in shapes), **settings)
+    w, x = (integers(*shape) for shape in shapes)
+    cotangent = scale * integers(*jax.eval_shape(fun, w, x).shape)
+    actual, expected = (
+        jax.jit(functools.partial(run, f))(w, x, cotangent=cotangent)
+        for f in (ols.autocast(fun, **settings), fun)
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
+    rounded = jax.tree.map(lambda e: e.astype(jnp.float16).astype(e.dtype), expected)
+    assert not all(map(np.array_equal, *map(jax.tree.leaves, (rounded, expected))))
 
 
-@pytest.mark.parametrize("settings", [{}, {"recompute": False}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_the_gradients_of_both_factors_are_float32_sums(name, settings):
-    assert_named_exact(name, wrap=functools.partial(ols.autocast, **settings))
+def test_the_gradients_of_both_factors_are_float32_sums(name):
+    assert_exact(name)
 
 
-def by_vmap_over_both(fun, w, x, cotangent):
-    def mapped(w, x):
-        return jax.vmap(fun, (0, 1), 1)(w, x)
-
-    w, x = jnp.stack([w, -w]), jnp.stack([x, 2 * x], 1)
-    return jax.vjp(mapped, w, x)[1](jnp.stack([cotangent] * 2, 1))
-
-
-def by_forward_over_reverse(fun, w, x, cotangent):
-    """The tangent of the gradient of the weight, along data."""
-
-    def grad_of_weight(x):
-        return jax.vjp(fun, w, x)[1](cotangent)[0]
-
-    return jax.jvp(grad_of_weight, (x,), (integers(*x.shape, largest=48),))[1]
+@pytest.mark.parametrize(
+    "name", ["a batch of batches", "vector", "convolution", "experts"]
+)
+def test_in_bfloat16_the_gradients_of_both_factors_are_float32_sums_too(name):
+    """CPUs have such a product for some shapes only. The range is that of float32."""
+    assert_exact(name, scale=2.0**20, dtype="bfloat16", recompute=False)
 
 
-@pytest.mark.parametrize("run", [by_vmap_over_both, by_forward_over_reverse])
 @pytest.mark.parametrize("name", ["batch axes inside", "batch groups"])
-def test_gradients_are_exact_under_every_transformation(name, run):
-    assert_named_exact(name, run=run)
+def test_the_tangent_of_a_gradient_is_a_float32_sum(name):
+    def run(fun, w, x, cotangent):
+        tangent = integers(*x.shape, largest=48)
+        return jax.jvp(lambda x: gradients(fun, w, x, cotangent)[0], (x,), (tangent,))
+
+    assert_exact(name, run)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_exported_gradients_are_products_of_float16_with_float32_results(platform):
-    grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)))))
-    exported = export.export(grad, platforms=[platform])(W, X)
-    text = exported.mlir_module()
-    assert "(tensor<64x5xf16>, tensor<64x8xf16>) -> tensor<5x8xf32>" in text
-    if platform == "cpu":
-        np.testing.assert_array_equal(exported.call(W, X), grad(W, X))
+@pytest.mark.parametrize(("platform", "dtype"), [("cuda", "f16"), ("tpu", "f32")])
+def test_float32_sums_are_one_product_where_hardware_has_one(platform, dtype):
+    """With a float32 result XLA for GPUs would convolve float32 copies."""
+    conv, *shapes = PRODUCTS["convolution"]
 
+    def loss(w, x, kernel, image):
+        return jnp.sum(jnp.tanh(x @ w)) + jnp.sum(jnp.tanh(conv(kernel, image)))
 
-@pytest.mark.parametrize(("platform", "dtype"), [("tpu", "f32"), ("cuda", "f16")])
-def test_the_result_of_a_convolution_is_in_float32_where_hardware_can(platform, dtype):
-    """With a float32 result XLA for GPUs would multiply float32 copies."""
-    fun, *shapes = PRODUCTS["convolution"]
-    args = [integers(*shape) for shape in shapes]
-    grad = jax.jit(jax.grad(ols.autocast(lambda w, x: jnp.sum(jnp.tanh(fun(w, x))))))
+    args = W, X, *(integers(*shape) for shape in shapes)
+    grad = jax.jit(jax.grad(ols.autocast(loss), (0, 2)))
     text = export.export(grad, platforms=[platform])(*args).mlir_module()
+    assert "(tensor<64x5xf16>, tensor<64x8xf16>) -> tensor<5x8xf32>" in text
     lines = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     types = [re.findall(r"tensor<[\dx]*(f\d+)>", line) for line in lines]
     assert types == [["f16", "f16", "f16"], ["f16", "f16", dtype]]
@@ -193,10 +186,10 @@ AFTER_A_PRODUCT = {
     ),
 }
 NOT_AFTER_A_PRODUCT = {
+    "no derivative": lambda z: z + lax.stop_gradient(H @ V),
     "a parameter": lambda z: z,
     "a parameter with a norm": lambda z: z / jnp.linalg.norm(Z) * jnp.linalg.norm(Z),
     "a mask": lambda z: z * jnp.where(H @ V > 1e9, 0.0, 1.0),
-    "no derivative": lambda z: z + lax.stop_gradient(H @ V),
     "full precision": lambda z: z + ols.full_precision(lambda: H @ V)(),
     "a precision": lambda z: z + jnp.dot(H, V, precision="highest"),
     "a row of a table that a product chooses": lambda z: z[
@@ -206,8 +199,12 @@ NOT_AFTER_A_PRODUCT = {
 }
 
 
-def gradient(fun, **settings):
-    cast = ols.autocast(lambda z: fun(z) @ LAST, **settings)
+def last(factor):
+    return factor @ LAST
+
+
+def gradient(fun, product=last):
+    cast = ols.autocast(lambda z: product(fun(z)))
     return np.asarray(jax.vjp(cast, Z)[1](COTANGENT)[0])
 
 
@@ -215,6 +212,15 @@ def gradient(fun, **settings):
 def test_after_a_product_a_gradient_is_rounded(name):
     assert np.sum(EXACT != ROUNDED) >= 12
     np.testing.assert_array_equal(gradient(AFTER_A_PRODUCT[name]), ROUNDED)
+
+
+def test_after_a_product_the_gradient_is_rounded_wherever_the_next_product_stands():
+    for product in (
+        lambda factor: lax.map(jax.jit(last), factor[None])[0],
+        lambda factor: lax.cond(True, last, lambda x: 2.0 * last(x), factor),
+    ):
+        actual = gradient(AFTER_A_PRODUCT["a layer"], product)
+        np.testing.assert_array_equal(actual, ROUNDED)
 
 
 @pytest.mark.parametrize("name", NOT_AFTER_A_PRODUCT)
@@ -235,14 +241,6 @@ PARAMS = {"first": V / 64, "second": integers(4, 64) / 64}
 BATCHES = jnp.stack([H, 2 * H, -H])
 
 
-def by_linearize(cast):
-    def grad(params, x):
-        value, linear = jax.linearize(lambda params: cast(params, x), params)
-        return jax.linear_transpose(linear, params)(jnp.ones_like(value))[0]
-
-    return grad
-
-
 AROUND = {
     "vmap": lambda cast: jax.vmap(jax.grad(cast), (None, 0)),
     "jit": lambda cast: jax.vmap(jax.jit(jax.grad(jax.jit(cast))), (None, 0)),
@@ -253,12 +251,6 @@ AROUND = {
     "vmap inside": lambda cast: jax.grad(
         lambda p, x: jnp.sum(jax.vmap(cast, (None, 0))(p, x))
     ),
-    "vmap over everything": lambda cast: (
-        lambda p, x: jax.vmap(jax.grad(cast))(
-            jax.tree.map(lambda w: jnp.stack([w, -w, w]), p), x
-        )
-    ),
-    "linearize": lambda cast: jax.vmap(by_linearize(cast), (None, 0)),
 }
 
 
@@ -266,7 +258,8 @@ AROUND = {
 def test_gradients_of_parameters_alone_are_float32_products_under(name):
     around = AROUND[name]
     grad = around(ols.autocast(loss))
-    assert_close(grad(PARAMS, BATCHES), around(loss)(PARAMS, BATCHES))
+    expected = jax.jit(around(loss))(PARAMS, BATCHES)
+    assert_close(jax.jit(grad)(PARAMS, BATCHES), expected)
     results = [each.outvars[0].aval for each in products_of(grad, PARAMS, BATCHES)]
     counts = collections.Counter(result.dtype.name for result in results)
     assert counts == {"float32": 2, "float16": 5 if name == "checkpoint" else 3}
@@ -275,12 +268,7 @@ def test_gradients_of_parameters_alone_are_float32_products_under(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "by",
-    [
-        jax.hessian,
-        lambda f: jax.jacrev(jax.jacrev(f)),
-        lambda f: jax.jacrev(jax.jacfwd(f)),
-        lambda f: jax.jacfwd(jax.jacfwd(f)),
-    ],
+    [jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))],
 )
 def test_a_second_derivative_is_right(by):
     """Of a sum of squares of products, whose derivatives a polynomial has exactly."""
@@ -289,4 +277,5 @@ def test_a_second_derivative_is_right(by):
     def fun(t):
         return jnp.sum(((x + t) @ w @ w) ** 2)
 
-    np.testing.assert_array_equal(by(ols.autocast(fun))(1.0), jax.hessian(fun)(1.0))
+    actual, expected = (jax.jit(by(f))(1.0) for f in (ols.autocast(fun), fun))
+    np.testing.assert_array_equal(actual, expected)

@@ -1,4 +1,4 @@
-"""The levels O0 to O3: which arguments are low while a function is traced."""
+"""The levels O0 to O3 of docs/guides/autocast.md: which arguments are low inside."""
 
 import functools
 
@@ -26,7 +26,7 @@ def dtypes_seen(cast, *args, **kwargs):
         leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
         for path, leaf in leaves:
             name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            seen.append((name, str(leaf.dtype)))
+            seen.append((name, str(getattr(leaf, "dtype", None))))
 
     cast(fun)(*args, **kwargs)
     return dict(seen)
@@ -38,45 +38,34 @@ def test_level_o0_is_the_function_itself():
     assert cast(W, X) == dot_loss(W, X)
 
 
-@pytest.mark.parametrize(
-    ("cast", "low"), [(ols.autocast, "float32"), (O2, "float16"), (O3, "float16")]
-)
-def test_a_function_sees_low_arguments_at_o2_and_o3_alone(cast, low):
+def test_a_function_sees_low_arguments_at_o2_and_o3_alone():
     params = {"w": W, "steps": jnp.arange(3), "half": W.astype(jnp.bfloat16)}
-    assert dtypes_seen(cast, params, x=np.asarray(X), flag=jnp.array(True)) == {
-        "0/half": "bfloat16",
-        "0/steps": "int32",
-        "0/w": low,
-        "flag": "bool",
-        "x": low,
-    }
+    for cast, low in [(ols.autocast, "float32"), (O2, "float16"), (O3, "float16")]:
+        assert dtypes_seen(cast, params, x=np.asarray(X), flag=jnp.array(True)) == {
+            "0/half": "bfloat16",
+            "0/steps": "int32",
+            "0/w": low,
+            "flag": "bool",
+            "x": low,
+        }
 
 
 @both
 def test_all_activations_are_low_and_float16_results_become_float32(cast):
-    seen = []
+    seen, constant = [], jnp.ones((4, 4))
 
     def fun(w, x):
         h = jnp.exp(jnp.tanh(x @ w))
         seen.extend([h.dtype, jnp.sum(h).dtype])
-        return h, h.astype(jnp.float32), jnp.argmax(h), {"w": w}
+        return h, h.astype(jnp.float32) @ constant, jnp.argmax(h), {"w": w}
 
     results = cast(fun)(W, X)
     assert seen == [jnp.float16] * 2
     dtypes = [x.dtype for x in jax.tree.leaves(results)]
     assert dtypes == [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
     assert_close(results[0], jnp.exp(jnp.tanh(X @ W)))
-
-
-@both
-def test_products_with_what_is_in_float32_inside_are_low_too(cast):
-    constant = jnp.ones((4, 4))
-
-    def fun(x):
-        with jax.numpy_dtype_promotion("standard"):
-            return x @ constant
-
-    assert set(dtypes_of(cast(fun), X)) == {"float16"}
+    assert results[3]["w"] is W
+    assert dtypes_of(cast(fun), W, X) == ["float16"] * 2
 
 
 # --- Normalization layers and running statistics ----------------------------------
@@ -106,21 +95,13 @@ NETS = {
 }
 
 
-@both
-@pytest.mark.parametrize("name", NETS)
-def test_statistics_are_never_cast_and_o2_leaves_normalization_layers(name, cast):
-    (make, parts), found = NETS[name], {}
-
-    def fun(tree):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if jnp.issubdtype(getattr(leaf, "dtype", int), jnp.floating):
-                path = jax.tree_util.keystr(path, simple=True, separator="/")
-                found[path] = str(leaf.dtype)
-
-    cast(fun)(make())
-    dtypes = [{found[path] for path in found if part in path} for part in parts]
-    of_norm = "float32" if cast is O2 else "float16"
-    assert dtypes == [{"float16"}, {of_norm}, {"float32"}]
+def test_statistics_are_never_cast_and_o2_leaves_normalization_layers():
+    for name, (make, parts) in NETS.items():
+        for cast, of_norm in [(O2, "float32"), (O3, "float16")]:
+            found = dtypes_seen(cast, make()).items()
+            floating = [(path, dtype) for path, dtype in found if "float" in dtype]
+            dtypes = [{x for path, x in floating if part in path} for part in parts]
+            assert dtypes == [{"float16"}, {of_norm}, {"float32"}], name
 
 
 def test_an_array_in_two_places_is_cast_in_one_of_them_by_its_place():
@@ -167,15 +148,10 @@ def with_carry(x):
     return lax.scan(lambda _, row: (row, None), jnp.zeros(4), x)[0]
 
 
-def with_sum(x):
-    return x + jnp.ones((3, 4))  # The tests run under strict promotion of dtypes.
-
-
 @pytest.mark.parametrize(
     ("cast", "fun", "x", "message", "has_note"),
     [
         (O2, with_carry, X, "type", True),
-        (O3, with_sum, X, "type", True),
         (O2, lambda x: x @ x, X, "contracting dimensions", False),
         (ols.autocast, with_carry, X.astype(complex), "type", False),
     ],
@@ -187,4 +163,3 @@ def test_an_error_that_names_the_low_dtype_says_what_the_level_did(
         cast(fun)(x)
     notes = "".join(getattr(error.value, "__notes__", []))
     assert ("traced the function with float16 arguments" in notes) == has_note
-    assert ('use level "O1"' in notes) == has_note

@@ -1,4 +1,4 @@
-"""Modules of Linen, bound or not, and of Equinox: as functions and as arguments."""
+"""Modules of docs/guides/linen.md and equinox.md, as functions and as arguments."""
 
 import functools
 
@@ -37,11 +37,7 @@ class Plain(nn.Module):
 
 
 class Decorated(Plain):
-    __call__ = ols.autocast(level="O1")(Plain.__call__)
-
-
-class DecoratedO3(Plain):
-    __call__ = ols.autocast(level="O3")(Plain.__call__)
+    __call__ = ols.autocast(level="O2")(Plain.__call__)
 
 
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -52,30 +48,28 @@ def plain_variables():
     return jax.jit(Plain().init)(KEYS, ROWS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Decorated, DecoratedO3])
-def test_a_decorated_linen_module_makes_the_parameters_that_it_makes_without(kind):
-    variables = jax.jit(kind().init)(KEYS, ROWS)
+def test_a_decorated_linen_module_makes_the_parameters_that_it_makes_without():
+    variables = jax.jit(Decorated().init)(KEYS, ROWS)
     assert_same_state(variables, plain_variables(), rtol=1e-6)
 
 
 def apply(model, wrap=lambda fun: fun):
     mutable = ["batch_stats", "intermediates"]
     rngs = {"dropout": jax.random.key(2)}
-    fun = wrap(functools.partial(model.apply, mutable=mutable, rngs=rngs))
-    return lambda x: fun(plain_variables(), x)
+    return wrap(functools.partial(model.apply, mutable=mutable, rngs=rngs))
 
 
-@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     "cast", [apply(Decorated()), apply(Plain(), ols.autocast)], ids=["in", "around"]
 )
-def test_what_a_linen_module_changes_comes_out(cast, jit):
-    (result, changed), (expected, other) = jit(cast)(ROWS), apply(Plain())(ROWS)
+def test_what_a_linen_module_changes_comes_out(cast):
+    (result, changed), (expected, other) = (
+        jax.jit(f)(plain_variables(), ROWS) for f in (cast, apply(Plain()))
+    )
     assert np.any(changed["batch_stats"]["BatchNorm_0"]["mean"])
     assert_same_state(changed, other)
     assert_same_state(result, expected)
-    assert dtypes_of(cast, ROWS) == ["float16"]
+    assert dtypes_of(cast, plain_variables(), ROWS) == ["float16"]
 
 
 class Counts(nn.Module):
@@ -115,8 +109,10 @@ def test_what_every_call_of_one_linen_layer_changes_comes_out(ways):
         variables = fun(params, ROWS)[1]
         return sum(variables["losses"]["layer"]["square"]), variables
 
-    grad = jax.grad(loss, has_aux=True)
-    (grads, changed), (others, expected) = grad(params, ways), grad(params, [plain] * 2)
+    (grads, changed), (others, expected) = (
+        jax.jit(jax.grad(functools.partial(loss, ways=each), has_aux=True))(params)
+        for each in (ways, [plain] * 2)
+    )
     assert expected["counts"]["layer"]["calls"] == 2
     assert_same_state(changed, expected)
     assert_same_state(grads, others)
@@ -135,7 +131,6 @@ def fails(model, x):
     raise RuntimeError("of the user")
 
 
-@pytest.mark.slow
 def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
     cast, norm = bound_norm(), bound_norm()
     with pytest.raises(RuntimeError, match="of the user"):
@@ -164,22 +159,20 @@ def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, wr
 @pytest.mark.slow
 def test_methods_of_an_equinox_module_can_be_decorated_or_wrapped():
     class Layer(eqx.Module):
-        linear: eqx.nn.Linear
+        weight: jax.Array
 
         def plain(self, x):
-            return jax.vmap(self.linear)(x)
+            return x @ self.weight
 
         @ols.autocast(level="O1")
         def __call__(self, x):
             return self.plain(x)
 
-    layer = Layer(eqx.nn.Linear(4, 4, key=jax.random.key(0)))
-
-    expected = layer.plain(X)
-    assert_close((layer(X), ols.autocast(layer.plain)(X)), (expected, expected))
+    layer = Layer(W)
+    assert_close((layer(X), ols.autocast(layer.plain)(X)), (X @ W, X @ W))
     # Parameters of the bound module are arguments, so they have gradients.
     grads = eqx.filter_grad(lambda layer: jnp.sum(ols.autocast(layer.plain)(X)))(layer)
-    assert_close(grads.linear.weight, jnp.ones((4, 3)) @ X)
+    assert_close(grads.weight, X.T @ jnp.ones((3, 4)))
 
 
 def test_the_path_of_a_linen_module_in_high_leaves_its_product_in_float32():

@@ -1,8 +1,10 @@
-"""At O2 and O3 lookups and sums into indices add up in float32; at O1 as written."""
+"""At O2 and O3 lookups and sums into indices add up in float32; at O1 as written.
+
+That is what docs/guides/autocast.md says of levels.
+"""
 
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 
 import optax_lossscale as ols
 
-HITS = 16384  # In float16 a sum of ones stops at 2048, in bfloat16 at 256.
+HITS = 4096  # In float16 a sum of ones stops at 2048, in bfloat16 at 256.
 INDICES = jnp.concatenate([jnp.zeros(HITS, int), jnp.array([1, 1, 3])])
 COUNTS = np.array([HITS, 2, 0, 1, 0], np.float32)
 TABLE = jnp.arange(10.0).reshape(5, 2) / 8
@@ -25,11 +27,6 @@ def along_an_axis(table):
 def by_flax(table):
     layer = nn.Embed(5, 2, dtype=table.dtype)
     return layer.apply({"params": {"embedding": table}}, INDICES)
-
-
-def by_equinox(table):
-    layer = eqx.nn.Embedding(weight=table)
-    return jax.vmap(layer)(INDICES)
 
 
 def one_by_one_in_a_loop(table, i):
@@ -52,7 +49,6 @@ LOOKUPS = {
     "take_along_axis": along_an_axis,
     "one by one": lambda table: jax.vmap(lambda i: table[i])(INDICES),
     "flax": by_flax,
-    "equinox": by_equinox,
     "in a jitted branch": in_a_jitted_branch,
     "in a checkpoint": jax.checkpoint(lambda table: table[INDICES]),
 }
@@ -61,14 +57,11 @@ LOOKUPS = {
 # For one index; `vmap` makes lookups of many indices of them.
 OF_ONE_INDEX = {
     "x[i]": lambda table, i: table[i],
-    "x[i, 1]": lambda table, i: jnp.stack([table[i, 0], table[i, 1]]),
     "x.at[i].get, filled": lambda table, i: table.at[i].get(mode="fill"),
     "x.at[[i]].get, unique": lambda table, i: table.at[i[None]].get(
         unique_indices=True
     )[0],
     "dynamic_slice": lambda table, i: jax.lax.dynamic_slice(table, (i, 0), (1, 2))[0],
-    "roll": lambda table, i: jnp.roll(table, -i, axis=0)[0],
-    "equinox": lambda table, i: eqx.nn.Embedding(weight=table)(i),
     "in a loop": one_by_one_in_a_loop,
 }
 
@@ -78,15 +71,23 @@ def low_loss(lookup):
     return lambda table: jnp.sum(lookup(table).astype(jnp.float32))
 
 
+def assert_counts(lookup, dtype="float16", level="O2"):
+    """The result is what the array holds, and the gradient counts the hits."""
+    cast = ols.autocast(lookup, dtype, level=level)
+    run = jax.jit(lambda table: (cast(table), jax.grad(low_loss(cast))(table)))
+    found, grads = run(TABLE)
+    np.testing.assert_array_equal(found, lookup(TABLE))
+    assert grads.dtype == jnp.float32
+    np.testing.assert_array_equal(grads, np.stack([COUNTS, COUNTS], 1))
+
+
 @pytest.mark.parametrize("name", LOOKUPS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_the_gradient_of_a_lookup_counts_its_hits(name, dtype, level):
-    cast = ols.autocast(low_loss(LOOKUPS[name]), dtype, level=level)
-    for run in (lambda f: f, jax.jit):
-        grads = run(jax.grad(cast))(TABLE)
-        assert grads.dtype == jnp.float32
-        np.testing.assert_array_equal(grads, np.stack([COUNTS, COUNTS], 1))
+def test_the_gradient_of_a_lookup_counts_its_hits(name):
+    assert_counts(LOOKUPS[name])
+
+
+def test_the_gradient_of_a_lookup_counts_its_hits_at_o3_in_bfloat16():
+    assert_counts(LOOKUPS["x[i]"], "bfloat16", "O3")
 
 
 @pytest.mark.parametrize("name", OF_ONE_INDEX)
@@ -147,12 +148,6 @@ def test_equal_entries_share_the_gradient_of_a_segment(segments):
     np.testing.assert_allclose(grads, expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
-def test_what_is_looked_up_is_what_the_array_holds(name):
-    low = ols.autocast(LOOKUPS[name], level="O2")(TABLE)
-    np.testing.assert_array_equal(low, LOOKUPS[name](TABLE))
-
-
 def test_a_lookup_reads_only_its_rows():
     table = jax.ShapeDtypeStruct((1000, 128), jnp.float16)
     lookup = ols.autocast(LOOKUPS["x[i]"], level="O2")
@@ -161,7 +156,11 @@ def test_a_lookup_reads_only_its_rows():
 
 
 def test_at_o1_a_lookup_in_an_array_of_float16_is_as_written():
-    loss, table = low_loss(LOOKUPS["x[i]"]), TABLE.astype(jnp.float16)
-    grads = jax.grad(ols.autocast(loss))(table)
-    np.testing.assert_array_equal(grads, jax.grad(loss)(table))
-    assert jnp.max(grads) < HITS
+    """The function is jitted, so that both levels find the same program."""
+    loss, table = low_loss(jax.jit(LOOKUPS["x[i]"])), TABLE.astype(jnp.float16)
+    o1, o2, plain = (
+        jax.grad(f)(table)
+        for f in (ols.autocast(loss), ols.autocast(loss, level="O2"), loss)
+    )
+    np.testing.assert_array_equal(o1, plain)
+    assert jnp.max(o1) < HITS == jnp.max(o2)

@@ -1,4 +1,4 @@
-"""Scopes and lines: what `high` keeps as written, and what `autocast_report` says."""
+"""`high` and `autocast_report` by scopes and lines, as in docs/guides/autocast.md."""
 
 import jax
 import jax.numpy as jnp
@@ -16,28 +16,25 @@ from helpers.under_autocast import W, X, dot_loss, dtypes_of, own_layer, reports
 
 def two_layers(w, x):
     with jax.named_scope("Net"):
-        for i in range(2):
+        for i in (1, 10):
             with jax.named_scope(f"Dense_{i}"):
                 x = jax.nn.relu(x @ w)  # a layer
     return jnp.sum(x)
 
 
-@pytest.mark.parametrize(
-    ("high", "expected"),
-    [
-        (["Net/Dense_0/"], ["float32", "float16"]),
-        (["Net/Dense_1"], ["float16", "float32"]),
-        (["Net/"], ["float32", "float32"]),
-    ],
-)
 @pytest.mark.parametrize("wrap", [lambda fun: fun, jax.jit, jax.checkpoint])
-def test_products_in_the_scopes_of_high_stay_as_they_are_written(wrap, high, expected):
-    cast = ols.autocast(wrap(two_layers), high=high)
-    assert dtypes_of(cast, W, X) == expected
-    # The gradient of a layer has a product for its weight, and one for its input.
-    of_gradient = [expected[0]] * 2 + [expected[1]] * 3
-    of_gradient += expected if wrap is jax.checkpoint else []  # Computed again.
-    assert sorted(dtypes_of(jax.grad(cast), W, X)) == sorted(of_gradient)
+def test_products_in_the_scopes_of_high_stay_as_they_are_written(wrap):
+    for high, expected in [
+        ("Net/Dense_1/", ["float32", "float16"]),
+        ("Net/Dense_10", ["float16", "float32"]),
+        ("Net/", ["float32", "float32"]),
+    ]:
+        cast = ols.autocast(wrap(two_layers), high=[high])
+        assert dtypes_of(cast, W, X) == expected
+        # The gradient of a layer has a product for its weight, and one for its input.
+        of_gradient = [expected[0]] * 2 + [expected[1]] * 3
+        of_gradient += expected if wrap is jax.checkpoint else []  # Computed again.
+        assert sorted(dtypes_of(jax.grad(cast), W, X)) == sorted(of_gradient)
 
 
 def in_net(fun):
@@ -92,11 +89,9 @@ def test_a_scope_around_a_loop_or_a_jitted_function_holds_what_is_inside():
 @pytest.mark.parametrize(
     ("fun", "name", "message"),
     [
-        (two_layers, "Net/Dense_2/", r"Did you mean 'Net/Dense_[01]/' or 'Net/Dense_"),
-        (two_layers, "net", r"got 'net'\. \(Did you mean 'Net/'\?"),
-        (two_layers, "Dense_0/", r"got 'Dense_0'\. \(Did you mean 'Net/Dense_0/'"),
-        (two_layers, "dot_general", "Net/, Net/Dense_0/, Net/Dense_1/"),
-        (jnp.add, "Net", r"nothing else runs low, got 'Net'\."),
+        (two_layers, "Net/Dense_2/", r"Did you mean 'Net/Dense_1/' or 'Net/Dense_"),
+        (two_layers, "Dense_1/", r"got 'Dense_1'\. \(Did you mean 'Net/Dense_1/'"),
+        (two_layers, "dot_general", "Net/, Net/Dense_1/, Net/Dense_10/"),
         (product, "Net", r"nothing else runs low, got 'Net'\."),
     ],
 )
@@ -114,13 +109,13 @@ def in_a_loop(fun):
 
 @pytest.mark.parametrize("wrap", [in_a_loop, jax.jit, jax.checkpoint, lambda fun: fun])
 def test_the_report_has_a_row_for_each_kind_of_product(wrap, capsys):
-    cast = ols.autocast(wrap(two_layers), jnp.bfloat16, high=iter(["Net/Dense_1"]))
+    cast = ols.autocast(wrap(two_layers), jnp.bfloat16, high=iter(["Net/Dense_10"]))
     rows = reports(capsys, cast, W, X)
     same = {"times": "1", "product": "dot_general", "shapes": "3x4 * 4x4"}
     same["where"] = place_of(two_layers, "a layer")
     assert rows == [
-        {**same, "dtype": "bfloat16", "scope": "Net/Dense_0", "why": ""},
-        {**same, "dtype": "float32", "scope": "Net/Dense_1", "why": "`high`"},
+        {**same, "dtype": "bfloat16", "scope": "Net/Dense_1", "why": ""},
+        {**same, "dtype": "float32", "scope": "Net/Dense_10", "why": "`high`"},
     ]
 
 
@@ -144,11 +139,10 @@ def products(rows):
     [
         (jax.jit(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
         (jax.grad(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
-        (ols.autocast(jax.grad(dot_loss)), ["float16"] * 2),
         (lambda w, x: ols.autocast(dot_loss)(w, x) + jnp.sum(x @ w), ["float16"]),
         (ols.autocast(dot_loss, level="O0"), []),
         (ols.autocast(ols.autocast(dot_loss, jnp.bfloat16)), ["bfloat16"]),
-        (lambda w, x: jnp.sum(own_layer(w, x)), ["float16"]),
+        (own_layer, ["float16"]),
     ],
 )
 def test_the_report_is_that_of_the_autocast_inside(capsys, fun, expected):
@@ -167,8 +161,7 @@ def test_the_report_runs_nothing_and_takes_abstract_arguments(capsys):
         jax.debug.callback(lambda: pytest.fail("The function was run."))
         return x @ W
 
-    for x in (X, jax.eval_shape(lambda: X)):
-        assert products(reports(capsys, fun, x)) == ["float16"]
+    assert products(reports(capsys, fun, jax.eval_shape(lambda: X))) == ["float16"]
 
 
 def test_products_of_a_library_stand_where_it_is_called(capsys):
@@ -184,4 +177,4 @@ def test_products_of_a_library_stand_where_it_is_called(capsys):
 
 def test_names_in_the_compiled_program_are_those_of_the_scopes():
     text = jax.jit(ols.autocast(two_layers)).lower(W, X).as_text(debug_info=True)
-    assert "Net/Dense_0/dot_general" in text
+    assert "Net/Dense_1/dot_general" in text

