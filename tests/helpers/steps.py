@@ -55,15 +55,3 @@ def assert_nothing_but_the_scale_changed(new, old):
     assert_same_bits(new, old)
     assert_same_bits(new_state.inner_state, old_state.inner_state)
     assert ols.get_loss_scale(new_state) == ols.get_loss_scale(old_state) / 2
-
-
-def recorder(seen):
-    """An optimizer that records its arguments, and counts its updates."""
-
-    def update(updates, state, params=None, **extra_args):
-        seen.append((updates, params, extra_args))
-        return updates, state + 1
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: jax.numpy.zeros(2), update
-    )

@@ -1,4 +1,4 @@
-"""A run that is saved and restored, with any tool, continues with the same bits."""
+"""`docs/guides/checkpoints.md`: a restored run continues with the same bits."""
 
 import functools
 import pickle
@@ -84,9 +84,20 @@ def test_a_run_that_is_restored_continues_with_the_same_bits(tool, tmp_path):
     saved = {name: train(name, *first[name], SIZES[:4]) for name in TX}
     restored = tool(tmp_path, saved, jax.eval_shape(lambda: first))
     assert_same_bits(restored, saved)
+    assert types(restored) == types(first)
     for name in TX:
         expected = train(name, *saved[name], SIZES[4:])
         assert_same_bits(train(name, *restored[name], SIZES[4:]), expected)
+
+
+def test_a_restored_scale_is_used_and_kept_under_a_rule_with_another_one():
+    saved = ols.loss_scaled(None, ols.static_loss_scale(2.0**10)).init(PARAMS)
+    state = by_pickle(None, saved, None)
+    tx = ols.loss_scaled(None, ols.static_loss_scale(8.0))
+    grads = ols.scaled_grad(lambda p: jnp.sum(p["w"]), state)(PARAMS)
+    updates, state = tx.update(grads, state)
+    assert (updates["w"] == 1.0).all()
+    assert ols.get_loss_scale(state) == 2.0**10
 
 
 def test_what_was_restored_without_a_target_is_refused_with_a_hint(tmp_path):
@@ -126,11 +137,3 @@ def test_a_state_of_half_precision_parameters_can_be_adopted_once_it_is_widened(
     assert saved[0].nu["w"].dtype == jnp.float16
     saved = jax.tree.map(lambda m, n: m.astype(n.dtype), saved, new.inner_state)
     assert types(ols.adopt_inner_state(saved, RULES["dynamic"])) == types(new)
-
-
-def test_a_run_can_continue_under_a_rule_of_another_kind():
-    params, state = train("dynamic", PARAMS, TX["dynamic"].init(PARAMS), SIZES[:4])
-    adopted = ols.adopt_inner_state(state.inner_state, RULES["headroom"])
-    assert types(adopted) == types(TX["headroom"].init(params))
-    _, after = train("headroom", params, adopted, [1.0])
-    assert after.inner_state[0].count == state.inner_state[0].count + 1

@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.files import ROOT
+from helpers.inner import standard_promotion
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SKIPPED = "guides/debugging_a_skipped_step.md"
@@ -84,6 +85,11 @@ def repeated(step, *repeats):
     return functions_of(SKIPPED)["repeated"](step, *repeats)
 
 
+@functools.cache
+def jitted(loss_fn, *repeats):
+    return jax.jit(repeated(step_of(loss_fn), *repeats))
+
+
 def scale_and_counts(state):
     state = ols.find_loss_scale_state(state)
     return (
@@ -102,7 +108,7 @@ def test_an_overflowing_batch_is_applied_after_the_halvings_that_it_needs(
 ):
     y = targets(log2)
     state = PARAMS, TX.init(PARAMS)
-    (params, opt_state), loss = jax.jit(repeated(step_of(loss_fn)))(state, X, y)
+    (params, opt_state), loss = jitted(loss_fn)(state, X, y)
     counts = 2.0 ** (15 - halvings), halvings + 1, halvings, 0
     assert scale_and_counts(opt_state) == counts
     np.testing.assert_allclose(loss, np.mean(np.square(y)), rtol=1e-6)
@@ -117,15 +123,14 @@ def test_an_overflowing_batch_is_applied_after_the_halvings_that_it_needs(
 
 def train_once():
     """A state whose moments are not zero."""
-    step = jax.jit(step_of(loss_fn))
-    return step((PARAMS, TX.init(PARAMS)), X, targets(0))[0]
+    return jitted(loss_fn)((PARAMS, TX.init(PARAMS)), X, targets(0))[0]
 
 
-@pytest.mark.parametrize("repeats", [0, 3, 10])
+@pytest.mark.parametrize("repeats", [10, 0])
 def test_a_batch_that_overflows_at_every_scale_ends_after_the_repeats(repeats):
     params, opt_state = train_once()
     params = jax.tree.map(jnp.zeros_like, params)
-    step = jax.jit(repeated(step_of(sqrt_loss_fn), repeats))
+    step = jitted(sqrt_loss_fn, repeats)
     (new_params, new_state), loss = step((params, opt_state), X, targets(0))
     assert np.isfinite(loss)
     assert_same_bits(new_params, params)
@@ -134,29 +139,14 @@ def test_a_batch_that_overflows_at_every_scale_ends_after_the_repeats(repeats):
     assert scale_and_counts(new_state) == (2.0 ** (15 - tries), 1 + tries, tries, tries)
 
 
-@pytest.mark.slow
 def test_a_batch_with_a_loss_that_is_not_finite_is_tried_once():
     params, opt_state = train_once()
-    step = jax.jit(repeated(step_of(loss_fn)))
-    bad_x = X.at[0, 0].set(jnp.nan)
-    (new_params, new_state), loss = step((params, opt_state), bad_x, targets(0))
+    state, bad_x = (params, opt_state), X.at[0, 0].set(jnp.nan)
+    (new_params, new_state), loss = jitted(loss_fn)(state, bad_x, targets(0))
     assert np.isnan(loss)
     assert_same_bits(new_params, params)
     assert_same_bits(new_state.inner_state, opt_state.inner_state)
     assert scale_and_counts(new_state) == (2.0**14, 2, 1, 1)
-
-
-@pytest.mark.slow
-def test_a_scale_of_the_headroom_rule_comes_back_after_the_repeats():
-    tx = ols.loss_scaled(optax.sgd(0.0), ols.headroom_loss_scale())
-    good_step = jax.jit(step_of(loss_fn, tx))
-    bad_step = jax.jit(repeated(step_of(sqrt_loss_fn, tx)))
-    state, _ = good_step((PARAMS, tx.init(PARAMS)), X, targets(0))
-    before = ols.get_loss_scale(state)
-    state, _ = bad_step(state, X, targets(0))
-    assert ols.get_loss_scale(state) < 2.0**-8 * before
-    state, _ = good_step(state, X, targets(0))
-    assert ols.get_loss_scale(state) >= before / 2
 
 
 def test_under_the_headroom_rule_64_times_larger_gradients_need_two_repeats():
@@ -182,8 +172,6 @@ def test_a_train_state_is_repeated_in_a_scan():
 
 # The same kind of batch is skipped again and again.
 
-PERIODS = [1000, pytest.param(5000, marks=pytest.mark.slow)]
-
 
 def share_skipped(rule, period, **settings):
     return functions_of(SKIPPED)["simulate"](rule, period, **settings)[0]
@@ -206,33 +194,21 @@ def test_the_default_rule_skips_the_rare_batches_that_the_page_says(
     )
 
 
-@pytest.mark.parametrize("period", PERIODS)
-def test_the_headroom_rule_skips_all_rare_batches(period):
+CASES = {
     # It fades by 4 bits in 2400 steps, which is more than the bit that a skip costs.
-    rule = ols.headroom_loss_scale()
-    assert share_skipped(rule, period, steps=20_000) == 1
-
-
-@pytest.mark.slow
-def test_a_longer_history_makes_skips_rarer():
-    # It fades by a bit in five periods, and at first six bits are missing.
-    share = share_skipped(ols.headroom_loss_scale(history=20_000), 1000)
-    np.testing.assert_allclose(share, 0.2, atol=0.061)
-
-
-CURES = {
-    "max_scale": (ols.dynamic_loss_scale(max_scale=2.0**15), 0),
-    "repeated": (ols.dynamic_loss_scale(), 10),
-    "margin_bits": (ols.headroom_loss_scale(margin_bits=7), 0),
-    "headroom, repeated": (ols.headroom_loss_scale(), 10),
+    "headroom": (ols.headroom_loss_scale(), 0, 1),
+    "max_scale": (ols.dynamic_loss_scale(max_scale=2.0**15), 0, 0),
+    "repeated": (ols.dynamic_loss_scale(), 10, 0),
+    "margin_bits": (ols.headroom_loss_scale(margin_bits=7), 0, 0),
+    "headroom, repeated": (ols.headroom_loss_scale(), 10, 0),
 }
 
 
-@pytest.mark.parametrize("name", CURES)
-@pytest.mark.parametrize("period", PERIODS)
-def test_with_each_cure_no_rare_batch_is_skipped(name, period):
-    rule, repeats = CURES[name]
-    assert share_skipped(rule, period, repeats=repeats, steps=20_000) == 0
+@pytest.mark.parametrize("name", CASES)
+def test_the_headroom_rule_skips_all_rare_batches_and_each_cure_none(name):
+    rule, repeats, skipped = CASES[name]
+    share = share_skipped(rule, 1000, repeats=repeats, steps=20_000)
+    assert share == skipped
 
 
 # A program that measures gradients, guards against NaN, and counts steps.
@@ -240,15 +216,11 @@ def test_with_each_cure_no_rare_batch_is_skipped(name, period):
 PROGRAM = "Your program measures gradients, guards against NaN, counts steps"
 
 
-@pytest.fixture(scope="module")
-def program():
-    x = jax.random.normal(jax.random.key(0), (64, 3))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return run_section("guides/logging.md", PROGRAM, x=x, y=x.sum(1)[:, None])
-
-
 @pytest.mark.slow
-def test_the_ported_program_measures_and_trains_as_the_float32_program(program):
+def test_the_ported_program_measures_and_trains_as_the_float32_program():
+    x = jax.random.normal(jax.random.key(0), (64, 3))
+    settings = {"x": x, "y": x.sum(1)[:, None]}
+    program = run_section("guides/logging.md", PROGRAM, **settings)
     batches = jnp.stack([program["x"]] * 4)
     plain = program["start"], program["sgd"].init(program["start"])
     scaled = program["start"], program["tx"].init(program["start"])
@@ -259,9 +231,6 @@ def test_the_ported_program_measures_and_trains_as_the_float32_program(program):
             np.testing.assert_allclose(metrics[name], value, rtol=1e-3)
     np.testing.assert_allclose(scaled[0]["w"], plain[0]["w"], rtol=1e-3)
 
-
-@pytest.mark.slow
-def test_after_a_skip_the_ported_program_goes_on_to_the_next_batch(program):
     # The page's program has run four batches, of which the third was skipped.
     opt_state, metrics = program["opt_state"], program["metrics"]
     assert ols.find_loss_scale_state(opt_state).step_count == 4
@@ -296,13 +265,14 @@ def test_masters_are_read_and_replaced_in_a_state_that_can_be_donated():
 # Two checks of a training step.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def checks():
     x = jax.random.normal(jax.random.key(0), (64, 8))
     settings = {"x": x, "y": x.sum(1)[:, None], "params": {"w": jnp.zeros((8, 1))}}
-    return run_section(
-        "troubleshooting.md", "Mistakes that nothing reports", **settings
-    )
+    with standard_promotion():
+        return run_section(
+            "troubleshooting.md", "Mistakes that nothing reports", **settings
+        )
 
 
 def test_a_right_step_passes_both_checks(checks):
@@ -310,55 +280,25 @@ def test_a_right_step_passes_both_checks(checks):
     assert checks["bad"] == (0, 1)
 
 
-def unscaled(grad_fn, tx):
-    """Forgets the loss scale, outside `jit`, where nothing warns."""
+def test_the_update_of_a_mistaken_step_depends_on_the_scale(checks, monkeypatch):
+    loss_fn, tx = checks["loss_fn"], checks["tx"]
 
-    def step(params, opt_state, x, y):
-        updates, opt_state = tx.update(grad_fn(params, x, y), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, 0.0
-
-    return step
-
-
-def with_another_state(loss_fn, tx):
-    def step(params, opt_state, x, y):
-        other = tx.init(params)
-        grads = ols.scaled_grad(loss_fn, other)(params, x, y)
+    def step_with_another_state(params, opt_state, x, y):
+        grads = ols.scaled_grad(loss_fn, tx.init(params))(params, x, y)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, 0.0
 
-    return step
-
-
-@pytest.mark.parametrize("mistake", ["unscaled", "with_another_state"])
-def test_the_update_of_a_mistaken_step_depends_on_the_scale(checks, mistake):
-    if mistake == "unscaled":
-        checks["step"] = unscaled(jax.grad(checks["loss_fn"]), checks["tx"])
-    else:
-        checks["step"] = with_another_state(checks["loss_fn"], checks["tx"])
+    monkeypatch.setitem(checks, "step", step_with_another_state)
     low, high = (checks["change"](scale, checks["x"])[0] for scale in (2.0**4, 2.0**10))
     np.testing.assert_allclose(low / high, 64, rtol=1e-3)  # 2**10 / 2**4.
 
 
-def test_a_state_that_is_not_returned_counts_nothing(checks):
+def test_a_state_that_is_not_returned_counts_nothing(checks, monkeypatch):
     right = checks["step"]
 
     def step(params, opt_state, x, y):
         new, _, loss = right(params, opt_state, x, y)
         return new, opt_state, loss
 
-    checks["step"] = step
+    monkeypatch.setitem(checks, "step", step)
     assert checks["change"](2.0**10, checks["x"] * jnp.nan)[1] == 0
-
-
-@pytest.mark.parametrize("mistake", ["old state", "exchanged"])
-def test_misused_where_applied_keeps_statistics_that_are_nan(mistake):
-    old, new = jnp.float32(1.0), jnp.float32(jnp.nan)
-    before = TX.init(PARAMS)
-    bad_grads = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
-    _, after = TX.update(bad_grads, before, PARAMS)
-    assert ols.where_applied(after, new, old) == 1
-    if mistake == "old state":
-        assert np.isnan(ols.where_applied(before, new, old))
-    else:
-        assert np.isnan(ols.where_applied(after, old, new))

@@ -5,9 +5,6 @@ not call it itself, `update`. `where_applied` keeps the batch statistics of a sk
 step, which live outside the optimizer.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -28,25 +25,13 @@ Y = X.sum(axis=1, keepdims=True)
 BAD_X = X.at[0, 0].set(jnp.nan)
 
 
-class Run(NamedTuple):
-    """A training run in some framework.
-
-    Attributes:
-      step: Takes rows, trains, and returns the loss.
-      parts: Returns the parameters, the statistics and the inner optimizer state.
-      scaled: Returns what holds the loss scale.
-    """
-
-    step: Callable
-    parts: Callable
-    scaled: Callable
-
-
 def flat(tree):
     leaves = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)]
     return np.concatenate([np.ravel(leaf) for leaf in leaves])
 
 
+# Each function below returns a step, which takes rows and returns the loss; and what
+# returns parameters, statistics and inner state, and what holds the loss scale.
 TX = ols.loss_scaled(optax.adamw(0.02), ols.dynamic_loss_scale(SCALE))
 
 
@@ -79,15 +64,11 @@ def in_nnx():
         nnx.update(model, ols.where_applied(optimizer, new, old))
         return loss
 
-    return Run(
-        lambda x: step(model, optimizer, x, Y),
-        lambda: (
-            nnx.state(model, nnx.Param),
-            nnx.state(model, nnx.BatchStat),
-            optimizer.opt_state.inner_state,
-        ),
-        lambda: optimizer,
-    )
+    def parts():
+        params, statistics = nnx.state(model, nnx.Param, nnx.BatchStat)
+        return params, statistics, optimizer.opt_state.inner_state
+
+    return lambda x: step(model, optimizer, x, Y), parts, lambda: optimizer
 
 
 class LinenNet(nn.Module):
@@ -129,7 +110,7 @@ def in_linen():
     def parts():
         return state.params, statistics, state.opt_state.inner_state
 
-    return Run(train, parts, lambda: state)
+    return train, parts, lambda: state
 
 
 class EqxNet(eqx.Module):
@@ -177,21 +158,20 @@ def in_equinox():
     def parts():
         return model, statistics, opt_state.inner_state
 
-    return Run(train, parts, lambda: opt_state)
+    return train, parts, lambda: opt_state
 
 
 @pytest.mark.parametrize("start", [in_nnx, in_linen, in_equinox])
 def test_three_lines_train_and_a_skipped_step_changes_nothing(start):
-    run = start()
-    losses = [float(run.step(X)) for _ in range(40)]
+    step, parts, scaled = start()
+    losses = [float(step(X)) for _ in range(40)]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
-    params, statistics, inner_state = map(flat, run.parts())
-    assert np.any(statistics != 0)
-    assert np.isnan(run.step(BAD_X))
-    after = map(flat, run.parts())
-    for actual, expected in zip(after, (params, statistics, inner_state), strict=True):
+    before = [*map(flat, parts())]  # Parameters, statistics and inner state.
+    assert np.any(before[1] != 0)
+    assert np.isnan(step(BAD_X))
+    for actual, expected in zip(map(flat, parts()), before, strict=True):
         np.testing.assert_array_equal(actual, expected)
-    metrics = ols.loss_scale_metrics(run.scaled())
+    metrics = ols.loss_scale_metrics(scaled())
     assert (metrics["loss_scale"], metrics["total_notfinite"]) == (SCALE / 2, 1)
-    assert np.isfinite(run.step(X))
-    assert np.any(flat(run.parts()[1]) != statistics)
+    assert np.isfinite(step(X))
+    assert np.any(flat(parts()[1]) != before[1])

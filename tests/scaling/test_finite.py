@@ -15,15 +15,15 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", BAD)
-def test_nan_and_both_infinities_are_seen_in_each_dtype(dtype, value):
+def test_nan_and_both_infinities_are_seen_in_each_dtype(dtype):
     with enable_x64(dtype == "float64"):
         tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2), dtype)}
         assert ols.all_finite(tree)
         assert ols.max_magnitude(tree) == 1.0
-        tree["b"] = tree["b"].at[1, 1].set(value)
-        assert not ols.all_finite(tree)
-        assert ols.max_magnitude(tree) == np.inf
+        for value in BAD:
+            tree["b"] = tree["b"].at[1, 1].set(value)
+            assert not ols.all_finite(tree)
+            assert ols.max_magnitude(tree) == np.inf
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -16,12 +16,6 @@ LOSS = jnp.float32(1.0)
 HEADROOM = ols.loss_scaled(SGD, ols.headroom_loss_scale())
 
 
-def as_dicts(state):
-    """A state as many tools restore it if they are given no target."""
-    inner = {"loss_scale": LOSS, "last_finite": True}
-    return {"loss_scale_state": inner, "inner_state": [{}, {}]}
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -53,21 +47,11 @@ def as_dicts(state):
             TypeError,
             "`check_updates` must be True or False",
         ),
-        (
-            lambda: ols.loss_scaled(SGD, grads_unscaled=1),
-            TypeError,
-            "`grads_unscaled` must be True or False",
-        ),
         # What `update` is given.
         (
             lambda: TX.update((LOSS, PARAMS), STATE, PARAMS),
             (TypeError, ValueError),
             "pass the gradients alone",
-        ),
-        (
-            lambda: TX.update({"v": jnp.ones(2)}, STATE, PARAMS),
-            ValueError,
-            "Dict key|structure|pytree",
         ),
         (
             lambda: TX.update(PARAMS, SGD.init(PARAMS), PARAMS),
@@ -78,16 +62,6 @@ def as_dicts(state):
             lambda: TX.update(PARAMS, (STATE, 1), PARAMS),
             ValueError,
             r"Did you mean `state\[0\]`",
-        ),
-        (
-            lambda: TX.update(PARAMS, as_dicts(STATE), PARAMS),
-            ValueError,
-            "restore into a target",
-        ),
-        (
-            lambda: ols.get_loss_scale(as_dicts(STATE)),
-            ValueError,
-            "restore into a target",
         ),
         (
             lambda: TX.update(PARAMS, STATE, PARAMS, accept=jnp.float32(1.0)),
@@ -112,26 +86,18 @@ def test_a_wrong_argument_is_an_error_that_says_what_to_do(call, error, message)
 
 
 @pytest.mark.parametrize(
-    ("tx", "state"), [(HEADROOM, STATE), (TX, HEADROOM.init(PARAMS))]
-)
-def test_the_error_for_a_state_of_another_rule_names_both_rules(tx, state):
-    with pytest.raises(ValueError, match="`adopt_inner_state") as caught:
-        tx.update(PARAMS, state, PARAMS)
-    for name in ("headroom_loss_scale", "dynamic_loss_scale"):
-        assert name in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("rule", "name"),
     [
+        (None, "dynamic_loss_scale or a preset"),
         (ols.static_loss_scale(8.0), "static_loss_scale"),
         (ols.no_loss_scale(), "no_loss_scale"),
         (ols.presets.fairseq(), "presets.fairseq"),
     ],
 )
-def test_the_error_for_a_state_of_another_rule_names_the_rule_of_the_state(rule, name):
+def test_the_error_for_a_state_of_another_rule_names_both_rules(rule, name):
     state = ols.loss_scaled(SGD, rule).init(PARAMS)
-    with pytest.raises(ValueError, match=f"got that of {name}\\."):
+    message = rf"of the rule headroom_loss_scale\(.*got that of {name}\. \(.*`adopt_inn"
+    with pytest.raises(ValueError, match=message):
         HEADROOM.update(PARAMS, state, PARAMS)
 
 
@@ -174,19 +140,12 @@ PRINTING = {
     "inner, a module": lambda: ols.loss_scaled(MODEL),
     "rule, a module": lambda: ols.loss_scaled(SGD, MODEL),
     "rule, an array": lambda: ols.loss_scaled(SGD, BIG),
-    "rule, a state": lambda: ols.loss_scaled(SGD, WHOLE),
-    "check_updates": lambda: ols.loss_scaled(SGD, check_updates=BIG),
     "accept": lambda: ols.loss_scaled(SGD).update(BIG, WHOLE, BIG, accept=BIG),
-    "state, an array": lambda: ols.loss_scaled(SGD).update(BIG, BIG, BIG),
     "state, a module": lambda: ols.loss_scaled(SGD).update(BIG, MODEL, BIG),
     "state of another rule": lambda: HEADROOM.update(BIG, WHOLE, BIG),
-    "loss and gradients": lambda: ols.loss_scaled(SGD).update((LOSS, BIG), WHOLE, BIG),
-    "fun": lambda: ols.scaled_value_and_grad(BIG, WHOLE),
     "state of a gradient": lambda: ols.scaled_grad(jnp.sum, {"a": BIG, "b": MODEL}),
-    "fun of scaled_backward": lambda: ols.scaled_backward(BIG, 2.0),
     "get_loss_scale": lambda: ols.get_loss_scale(MODEL),
     "set_loss_scale": lambda: ols.set_loss_scale(WHOLE, BIG),
-    "init_scale": lambda: ols.dynamic_loss_scale(BIG),
     "grads_finite of adjust": lambda: RULE.adjust(RULE.init(), BIG),
     "adopt_inner_state": lambda: ols.adopt_inner_state(WHOLE),
     "state of masters": lambda: ols.master_weights(SGD).update(BIG, WHOLE, BIG),

@@ -3,13 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import optax_lossscale as ols
-from helpers import strategies
 from helpers.compare import assert_same_bits
 from helpers.compat import enable_x64
 from helpers.nodes import Foreign
@@ -54,11 +50,13 @@ def test_unscale_multiplies_by_the_reciprocal():
     assert_same_bits(ols.unscale(grads, state_of(3.0)), expected)
 
 
-@given(st.lists(strategies.exact_float32, min_size=1), strategies.powers_of_two)
-def test_scaling_by_a_power_of_two_and_back_changes_no_bit(values, scale):
-    leaf = jnp.asarray(values, jnp.float32)
-    state = state_of(scale)
-    assert_same_bits(ols.unscale(ols.scale(leaf, state), state), leaf)
+def test_scaling_by_a_power_of_two_and_back_changes_no_bit():
+    leaf = np.random.default_rng(0).normal(size=402).astype(np.float32)
+    leaf = np.ldexp(leaf, np.arange(402) % 201 - 100)
+    leaf[:3] = 0.0, -0.0, -3.0
+    for exponent in (-24, -1, 0, 15, 24):
+        state = state_of(2.0**exponent)
+        assert_same_bits(ols.unscale(ols.scale(leaf, state), state), leaf)
 
 
 def test_an_infinite_part_of_a_complex_number_stays_out_of_the_other():
@@ -83,12 +81,6 @@ def test_unscale_leaves_what_the_mask_excludes_alone(mask):
     grads = {"w": jnp.float16([8.0]), "amax": jnp.float16([8.0])}
     result = ols.unscale(grads, state_of(8.0), mask=mask)
     assert_same_bits(result, {"w": jnp.ones(1), "amax": grads["amax"]})
-
-
-def test_the_state_may_be_inside_any_pytree():
-    opt_state = ols.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-    for tree in (opt_state, {"a": [opt_state, jnp.ones(3)]}, (1, opt_state[0])):
-        assert ols.scale(jnp.float32(1.0), tree) == 2.0**15
 
 
 def test_what_cannot_be_scaled_is_refused_with_a_hint():

@@ -149,6 +149,11 @@ def test_an_adopted_state_goes_on_with_the_moments_of_the_bare_run():
     updates, after = TX.update(ols.scale(grads, state), state, PARAMS)
     assert_same_bits((updates, after.inner_state), expected)
     assert ols.get_loss_scale(ols.adopt_inner_state(saved)) == 2.0**15
+    # So a run can go on under a rule of another kind.
+    rule = ols.headroom_loss_scale(history=4)
+    adopted = ols.adopt_inner_state(after.inner_state, rule)
+    _, goes_on = ols.loss_scaled(bare, rule).update(grads, adopted, PARAMS)
+    assert goes_on.inner_state[0].count == 3
 
 
 def test_what_is_no_state_of_an_optimizer_is_not_adopted():
