@@ -230,9 +230,7 @@ def _map_schedules(function: Callable[[jax.Array], jax.Array], state: PyTree) ->
 
 def _last_step(update_count: jax.Array, window: int) -> jax.Array:
     """The last of the steps, counted from 0, that a further update takes."""
-    # Saturates like every count, instead of wrapping around.
-    most_updates = np.iinfo(np.int32).max // window - 1
-    return jnp.minimum(update_count, most_updates) * window + (window - 1)
+    return update_count * window + (window - 1)
 
 
 def _refuse_masters(option: str, state: PyTree) -> None:

@@ -1,14 +1,11 @@
 """Reinforcement learning, diffusion and sharding, as docs/frameworks.md shows them."""
 
 import functools
-import warnings
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -17,9 +14,6 @@ from helpers.compare import assert_same_bits, bits
 from helpers.pages import run_section
 from helpers.steps import assert_nothing_but_the_scale_changed
 from helpers.under_autocast import dtypes_of
-
-with warnings.catch_warnings(action="ignore"):  # Of deprecated names that it uses.
-    import distrax
 
 KEY = jax.random.key(7)
 run = functools.cache(functools.partial(run_section, "docs/frameworks.md"))
@@ -77,41 +71,6 @@ def test_ppo_has_low_products_and_float32_log_probabilities():
     assert [array.dtype for array in batch] == 5 * [jnp.float32]
 
 
-def independent(mean):
-    return distrax.Independent(distrax.Normal(mean, jnp.exp(mean)), 1)
-
-
-def diagonal(mean):
-    return distrax.MultivariateNormalDiag(mean, jnp.exp(mean))
-
-
-def categorical(mean):
-    return distrax.Categorical(logits=mean)
-
-
-@pytest.mark.parametrize("make", [independent, diagonal, categorical])
-def test_autocast_returns_a_distribution_wherever_jit_does(make):
-    def outcome(transform):
-        try:
-            policy = transform(make)(jnp.ones((4, 2)))
-            return policy.log_prob(policy.sample(seed=KEY))
-        except jax.errors.UnexpectedTracerError:
-            return None
-
-    assert_same_bits(outcome(ols.autocast), outcome(jax.jit))
-
-
-def test_any_distribution_works_inside_a_decorated_loss():
-    x = jax.random.normal(KEY, (8, 2))
-
-    def gradient(make):
-        loss_fn = ols.autocast(lambda w: -make(x @ w).log_prob(x).mean())
-        assert set(dtypes_of(loss_fn, jnp.eye(2))) == {"float16"}
-        return jax.grad(loss_fn)(jnp.eye(2))
-
-    np.testing.assert_allclose(gradient(diagonal), gradient(independent), rtol=1e-4)
-
-
 # Target networks.
 
 
@@ -164,14 +123,6 @@ def test_td3_skips_only_the_critics_if_the_rewards_are_nan():
     assert_skipped(new_critics, critics, "params", "target")
     assert_changed(new_actor.target, actor.target)
     assert ols.get_loss_scale(new_actor) == ols.get_loss_scale(actor)
-
-
-def test_a_periodic_copy_needs_no_where_applied():
-    step, critics, actor, (x, *others) = td3()
-    new, _, _ = step(critics, actor, spoiled(x), *others)
-    copy = optax.periodic_update(new.params, new.target, new.step, int(new.step))
-    assert_same_bits(copy, critics.params)
-    assert_changed(ols.where_applied(new, copy, new.target), copy)
 
 
 # Diffusion.

@@ -26,16 +26,6 @@ def _run_of(adjust):
     return jax.jit(lambda first, steps: jax.lax.scan(step, first, steps)[1])
 
 
-def assert_scales_agree(ours, real, settings):
-    """Equal if the factors are powers of two, else within an ulp for each change."""
-    real = np.float32(real)
-    factors = [value for name, value in settings.items() if "factor" in name]
-    is_exact = all(np.frexp(factor)[0] == 0.5 for factor in factors)
-    changes = np.cumsum(np.diff(real, prepend=real[:1]) != 0) + 1
-    allowed = 0 if is_exact else changes * np.spacing(real)
-    assert np.all(np.abs(ours - real) <= allowed)
-
-
 def scales_after(rule, maxima):
     """The scale after each step, where `maxima` are the largest magnitudes."""
     states = states_after(rule, np.isfinite(maxima), grads_max=maxima)

@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from sklearn.datasets import load_digits
 
-from helpers.ported import Ported, digits
+import optax_lossscale as ols
 
 LONGEST, WIDTH, BLANK = 4, 8, 0  # Zero is the blank of `optax.ctc_loss`.
+BATCH, STEPS = 32, 200
+FALLS_TO, LOW_SHARE = 0.4, 0.5
+OPTIMIZER = optax.adam(5e-3)
 
 
+@hk.transform
 def network(images):
     features = images[..., None]
     for channels in (16, 32):
@@ -33,42 +38,32 @@ def network(images):
     return hk.Linear(11)(jnp.concatenate(both, axis=-1)).swapaxes(0, 1)
 
 
-class Program(Ported):
-    falls_to = 0.25
+def loss_fn(params, key, batch):
+    logits = network.apply(params, key, batch["images"])
+    columns = jnp.arange(logits.shape[1])
+    used = batch["lengths"][:, None] * logits.shape[1] // LONGEST
+    logit_paddings = jnp.where(columns < used, 0.0, 1.0)
+    label_paddings = jnp.where(batch["labels"] == BLANK, 1.0, 0.0)
+    ctc_loss = ols.full_precision(optax.ctc_loss)
+    return ctc_loss(logits, logit_paddings, batch["labels"], label_paddings).mean()
 
-    def __init__(self, half):
-        super().__init__(half)
-        self.model = hk.transform(network)
-        self.tx = self.loss_scaled(optax.adam(5e-3))
-        self.ctc_loss = self.full_precision(optax.ctc_loss)
-        self.loss_fn = self.autocast(self.mean_loss)
 
-    def mean_loss(self, params, key, batch):
-        logits = self.model.apply(params, key, batch["images"])
-        columns = jnp.arange(logits.shape[1])
-        used = batch["lengths"][:, None] * logits.shape[1] // LONGEST
-        logit_paddings = jnp.where(columns < used, 0.0, 1.0)
-        label_paddings = jnp.where(batch["labels"] == BLANK, 1.0, 0.0)
-        labels = batch["labels"]
-        losses = self.ctc_loss(logits, logit_paddings, labels, label_paddings)
-        return losses.mean()
+def init(key):
+    return jax.jit(network.init)(key, jnp.zeros((1, 8, LONGEST * WIDTH)))
 
-    def init(self, seed):
-        key, init_key = jax.random.split(jax.random.key(seed))
-        params = jax.jit(self.model.init)(init_key, jnp.zeros((1, 8, LONGEST * WIDTH)))
-        return {"params": params, "opt_state": self.tx.init(params), "key": key}
 
-    def batches(self, seed):
-        rng = np.random.default_rng(seed)
-        drawn, values = digits()
+def batches(seed):
+    rng = np.random.default_rng(seed)
+    drawn, values = load_digits(return_X_y=True)
+    drawn, values = np.float32(drawn / 16).reshape(-1, 8, 8), np.int32(values)
 
-        def batch():
-            lengths = rng.integers(2, LONGEST + 1, size=32)
-            rows = rng.integers(len(drawn), size=(32, LONGEST))
-            used = np.arange(LONGEST) < lengths[:, None]
-            images = np.where(used[..., None, None], drawn[rows], 0)
-            images = images.swapaxes(1, 2).reshape(32, 8, LONGEST * WIDTH)
-            labels = np.where(used, values[rows] + 1, BLANK)
-            return {"images": images, "labels": labels, "lengths": lengths}
+    def batch():
+        lengths = rng.integers(2, LONGEST + 1, size=BATCH)
+        rows = rng.integers(len(drawn), size=(BATCH, LONGEST))
+        used = np.arange(LONGEST) < lengths[:, None]
+        images = np.where(used[..., None, None], drawn[rows], 0)
+        images = images.swapaxes(1, 2).reshape(BATCH, 8, LONGEST * WIDTH)
+        labels = np.where(used, values[rows] + 1, BLANK)
+        return {"images": images, "labels": labels, "lengths": lengths}
 
-        return [batch() for _ in range(300)]
+    return [batch() for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""An ordinary differential equation with a network as its right side.
+"""An ordinary differential equation with a network as its right side, in Equinox.
 
 The public program is Diffrax's `examples/neural_ode.ipynb` in patrick-kidger/diffrax.
 As there, a network of Equinox is fitted to trajectories of a nonlinear oscillator, by
@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from helpers.ported import Ported, random_batches
-
 TIMES = jnp.linspace(0.0, 3.0, 31)
 WIDTH, BATCH, STEPS = 32, 16, 120
+FALLS_TO = 0.25
+LOW_SHARE = 0.4  # Diffrax asks for the highest precision in its own products.
+OPTIMIZER = optax.adabelief(1e-2)
 
 
 class Field(eqx.Module):
@@ -65,25 +66,18 @@ def trajectories():
     return np.asarray(jax.jit(jax.vmap(functools.partial(solve, oscillator)))(starts))
 
 
-def loss_fn(static, params, trajectories):
+def init(key):
+    return eqx.filter(Field(key), eqx.is_array)
+
+
+def loss_fn(params, key, batch):
+    static = eqx.filter(Field(jax.random.key(0)), eqx.is_array, inverse=True)
     field = eqx.combine(params, static)
-    solutions = jax.vmap(solve, in_axes=(None, 0))(field, trajectories[:, 0])
-    return jnp.mean((solutions - trajectories) ** 2)
+    solutions = jax.vmap(solve, in_axes=(None, 0))(field, batch[:, 0])
+    return jnp.mean((solutions - batch) ** 2)
 
 
-class Program(Ported):
-    falls_to = 0.25
-    low_share = 0.4  # Diffrax asks for the highest precision in its own products.
-
-    def __init__(self, half):
-        super().__init__(half)
-        self.tx = self.loss_scaled(optax.adabelief(1e-2))
-        static = eqx.filter(Field(jax.random.key(0)), eqx.is_array, inverse=True)
-        self.loss_fn = self.autocast(functools.partial(loss_fn, static))
-
-    def init(self, seed):
-        params = eqx.filter(Field(jax.random.key(seed)), eqx.is_array)
-        return {"params": params, "opt_state": self.tx.init(params)}
-
-    def batches(self, seed):
-        return random_batches(seed, STEPS, BATCH, trajectories())
+def batches(seed):
+    rng = np.random.default_rng(seed)
+    rows = [rng.choice(256, BATCH, replace=False) for _ in range(STEPS)]
+    return [trajectories()[row] for row in rows]

@@ -17,10 +17,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from helpers.ported import Ported
-
 TEXT = np.frombuffer(pathlib.Path(argparse.__file__).read_bytes(), np.uint8) % 128
 LAYERS, HEADS, WIDTH, LENGTH, BATCH, STEPS = 3, 2, 32, 64, 8, 100
+FALLS_TO, LOW_SHARE = 0.6, 0.5
+RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, STEPS // 10, STEPS)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE))
 
 
 def rotate(x):
@@ -72,35 +73,24 @@ class Decoder(nnx.Module):
         return self.logits(self.norm(x))
 
 
-def loss_fn(graph, params, batch):
+def init(key):
+    return nnx.state(Decoder(nnx.Rngs(key)))
+
+
+def loss_fn(params, key, batch):
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
     logits = nnx.merge(graph, params)(batch["inputs"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
 
-class Program(Ported):
-    falls_to = 0.6
-
-    def __init__(self, half):
-        super().__init__(half)
-        rate = optax.warmup_cosine_decay_schedule(0.0, 1e-2, STEPS // 10, STEPS)
-        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-        self.tx = self.loss_scaled(clipped)
-        graph = nnx.graphdef(nnx.eval_shape(lambda: Decoder(nnx.Rngs(0))))
-        self.loss_fn = self.autocast(functools.partial(loss_fn, graph))
-
-    def init(self, seed):
-        params = nnx.state(Decoder(nnx.Rngs(seed)))
-        return {"params": params, "opt_state": self.tx.init(params)}
-
-    def batches(self, seed):
-        starts = np.random.default_rng(seed).integers(
-            len(TEXT) - LENGTH, size=(STEPS, BATCH, 1)
-        )
-        return [self.batch(TEXT[start + np.arange(LENGTH + 1)]) for start in starts]
-
-    def batch(self, text):
-        """Spaces are common and easy, so they weigh less than other characters."""
-        targets = text[:, 1:].astype(np.int32)
-        weights = np.where(targets == ord(" "), 0.5, 1.0).astype(np.float32)
-        return {"inputs": text[:, :-1], "targets": targets, "weights": weights}
+def batches(seed):
+    """Spaces are common and easy, so they weigh less than other characters."""
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(len(TEXT) - LENGTH, size=(STEPS, BATCH, 1))
+    texts = np.int32(TEXT[starts + np.arange(LENGTH + 1)])
+    weights = np.where(texts[..., 1:] == ord(" "), 0.5, 1.0).astype(np.float32)
+    return [
+        {"inputs": text[:, :-1], "targets": text[:, 1:], "weights": weight}
+        for text, weight in zip(texts, weights, strict=True)
+    ]

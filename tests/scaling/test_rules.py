@@ -1,7 +1,7 @@
 """The rules by hand: dynamic, static, none; what each step counts; refused settings.
 
 `test_histories.py` compares them with their definition after every history, and
-`other_systems/test_recorded_trajectories.py` the presets with the real systems.
+`other_systems/test_presets.py` the presets with the real systems.
 """
 
 import jax
