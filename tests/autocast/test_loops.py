@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 
 import optax_lossscale as ols
-from helpers.programs import equations_of
 from helpers.under_autocast import W, X, assert_close, products_of
+from optax_lossscale._autocast.programs import equations_of
 
 STEPS = 5
 WS = jnp.stack([W] * STEPS)
