@@ -1,18 +1,11 @@
-"""Prints how large the project is, and how long its tests take. Nobody need obey it.
+"""Prints how large the project is. Nobody need obey it.
 
-    python tests/tools/size.py [--time]
-
-A line of code holds more than a comment or a part of a docstring. `--time` also runs
-the fast and the slow tests, which should have the machine for themselves.
+A line of code holds more than a comment or a part of a docstring.
 """
 
-import argparse
 import ast
 import io
 import pathlib
-import subprocess
-import sys
-import time
 import tokenize
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,20 +44,11 @@ def written_lines(source: str) -> int:
 
 def main() -> None:
     """Prints a line for each figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--time", action="store_true", help="also run the tests")
-    arguments = parser.parse_args()
     for folder in ("optax_lossscale", "tests", "benchmarks", "examples"):
         files = sorted((ROOT / folder).rglob("*.py"))
         texts = [path.read_text() for path in files]
         code, lines = sum(map(lines_of_code, texts)), sum(map(written_lines, texts))
         print(f"{folder}: {code} lines of code, {lines} with docstrings and comments")
-    for kind in ("not slow and not frameworks", "slow") if arguments.time else ():
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", kind]
-        start = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        seconds = time.perf_counter() - start
-        print(f"{kind}: {seconds:.0f} s, {done.stdout.splitlines()[-1]}")
 
 
 if __name__ == "__main__":
