@@ -1,6 +1,5 @@
 """Strict JAX, eight CPU devices unless JAX is told, and repeatable property tests."""
 
-import collections
 import importlib.util
 import os
 import pathlib
@@ -15,10 +14,18 @@ jax.config.update("jax_num_cpu_devices", int(os.getenv("JAX_NUM_CPU_DEVICES", "8
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Their files import libraries that only the extra `frameworks` installs.
+# Their files import libraries that only the extras `frameworks` and `trainers` install.
 FOREIGN = [pathlib.Path(__file__).parent / name for name in ("frameworks", "ported")]
-HAS_FRAMEWORKS = importlib.util.find_spec("haiku") is not None
-collect_ignore = [] if HAS_FRAMEWORKS else [str(folder) for folder in FOREIGN]
+collect_ignore = [
+    path
+    for library, paths in {
+        "haiku": ["frameworks", "ported"],
+        "rejax": ["frameworks/test_rejax.py"],
+        "tunix": ["frameworks/test_tunix.py"],
+    }.items()
+    if importlib.util.find_spec(library) is None
+    for path in paths
+]
 
 
 @pytest.fixture
@@ -37,7 +44,7 @@ def _foreign_code_is_not_strict(request):
 def pytest_configure(config):
     """Property tests try few examples in the fast command, and many in any other.
 
-    There one that fails is not made smaller either, which takes minutes.
+    The fast command does not make an example that fails smaller, which takes minutes.
     """
     is_fast = config.option.markexpr.startswith("not slow")
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
@@ -53,12 +60,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Says which tests are slow, and skips those that need more devices than JAX has.
+    """Marks tests of other frameworks, and skips those that need more devices.
 
-    Of a test with several cases the fast command runs every sixth, up to four, and the
-    slow command the others. Property tests run in both. Those of `scaling` run whole.
+    Property tests run in both the fast and the slow command.
     """
-    counts = collections.Counter()
     for item in items:
         if jax.device_count() < 8 and item.get_closest_marker("several_devices"):
             item.add_marker(pytest.mark.skip(reason="needs eight devices"))
@@ -68,8 +73,3 @@ def pytest_collection_modifyitems(config, items):
         is_property = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         if is_property and config.option.markexpr == "slow":
             item.add_marker("slow")
-        function, _, case = item.nodeid.partition("[")
-        is_whole = item.path.parent.name == "scaling"
-        if case and not is_whole and (counts[function] % 6 or counts[function] >= 24):
-            item.add_marker("slow")
-        counts[function] += 1

@@ -195,7 +195,7 @@ def test_keys_that_a_function_draws_from_an_object_are_drawn_for_good(way):
 
 @pytest.mark.parametrize("wrap", [lambda fun: fun, ols.autocast])
 @pytest.mark.parametrize("end", [lambda x: x, lambda x: x.of_the_user])
-def test_who_only_looks_or_fails_draws_no_keys(wrap, end):
+def test_a_report_or_a_failed_call_draws_no_keys(wrap, end):
     keys = Keys(jax.random.key(0))
 
     def fun(w):

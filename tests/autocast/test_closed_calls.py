@@ -67,7 +67,9 @@ NAMES = {
 
 
 @pytest.mark.parametrize("fun", NAMES)
-def test_the_body_runs_low_with_a_warning_and_a_row_of_the_report_for(fun, capsys):
+def test_the_body_of_a_closed_call_runs_low_with_a_warning_and_a_row_of_the_report(
+    fun, capsys
+):
     name = NAMES[fun]
     with pytest.warns(UserWarning, match=f"cannot look into the rules of {name},"):
         result = ols.autocast(fun)(X, W)

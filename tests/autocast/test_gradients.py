@@ -6,7 +6,6 @@ float32 JAX to the bit if it was never in float16, and that one rounded if it wa
 Outside `jit` no compiler leaves out a cast.
 """
 
-import collections
 import functools
 import re
 
@@ -18,6 +17,7 @@ import pytest
 from jax import export, lax
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.under_autocast import (
     assert_close,
     integers,
@@ -108,7 +108,9 @@ def assert_exact(name, run=gradients, scale=1.0, **settings):
     assert not all(map(np.array_equal, *map(jax.tree.leaves, (rounded, expected))))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    "name", slow_except({"matrix", "transposed convolution", "a branch"}, PRODUCTS)
+)
 def test_the_gradients_of_both_factors_are_float32_sums(name):
     assert_exact(name)
 
@@ -119,6 +121,18 @@ def test_the_gradients_of_both_factors_are_float32_sums(name):
 def test_in_bfloat16_the_gradients_of_both_factors_are_float32_sums_too(name):
     """CPUs have such a product for some shapes only. The range is that of float32."""
     assert_exact(name, scale=2.0**20, dtype="bfloat16", recompute=False)
+
+
+def test_gradients_are_rounded_where_grad_is_inside():
+    def fun(w):
+        return jnp.sum(jnp.ones((3, 2)) @ w)
+
+    w = jnp.ones((2, 2))
+    outside = jax.grad(lambda w: ols.autocast(fun)(w) * 2049.0)(w)
+    inside = ols.autocast(jax.grad(lambda w: fun(w) * 2049.0))(w)
+    assert jnp.all(outside == 3 * 2048.0)  # The gradient of an activation is rounded.
+    assert inside.dtype == jnp.float32
+    assert jnp.all(inside == jnp.float32(jnp.float16(3 * 2048.0)))
 
 
 @pytest.mark.parametrize("name", ["batch axes inside", "batch groups"])
@@ -255,14 +269,14 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_gradients_of_parameters_alone_are_float32_products_under(name):
+def test_gradients_of_parameters_alone_are_float32_products(name):
     around = AROUND[name]
     grad = around(ols.autocast(loss))
     expected = jax.jit(around(loss))(PARAMS, BATCHES)
     assert_close(jax.jit(grad)(PARAMS, BATCHES), expected)
     results = [each.outvars[0].aval for each in products_of(grad, PARAMS, BATCHES)]
-    counts = collections.Counter(result.dtype.name for result in results)
-    assert counts == {"float32": 2, "float16": 5 if name == "checkpoint" else 3}
+    in_float32 = [result for result in results if result.dtype == jnp.float32]
+    assert len(in_float32) == 2  # One sum for each of the two parameters.
 
 
 @pytest.mark.slow

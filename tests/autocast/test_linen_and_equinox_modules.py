@@ -146,7 +146,7 @@ def test_a_bound_linen_module_keeps_its_statistics_and_no_tracer():
     "look", [ols.autocast_report, ols.diagnostics.trace_operations]
 )
 @pytest.mark.parametrize("wrap", [plain, ols.autocast])
-def test_who_only_looks_at_a_call_leaves_a_bound_linen_module_as_it_was(look, wrap):
+def test_a_report_leaves_a_bound_linen_module_as_it_was(look, wrap):
     bound = bound_norm()
     before = jax.tree.leaves(bound.variables)
     look(wrap(lambda x, norm: jnp.sum(norm(x))), ROWS, bound)

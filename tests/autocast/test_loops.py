@@ -93,7 +93,7 @@ DEAR = {
 
 
 @pytest.mark.parametrize("name", DEAR)
-def test_what_takes_long_to_compute_is_saved_and_not_computed_again(name):
+def test_dear_operations_are_saved_and_not_computed_again(name):
     def loss(ws, x):
         def body(h, w):
             return activation(DEAR[name](h @ w)), None
@@ -103,7 +103,7 @@ def test_what_takes_long_to_compute_is_saved_and_not_computed_again(name):
     plain = count(jax.grad(loss), WS, X)
     low = count(jax.grad(ols.autocast(loss)), WS, X)
     assert low[name] == plain[name] > 0
-    assert low["exp"] == plain["exp"] + 1  # This one is cheap.
+    assert low["exp"] > plain["exp"]  # This one is cheap.
 
 
 def test_a_loop_with_complex_numbers_has_a_gradient():

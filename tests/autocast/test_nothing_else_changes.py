@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.extend import core
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.under_autocast import (
     PROGRAMS,
     W,
@@ -119,7 +120,9 @@ DERIVATIVES = {
 WEAK, STRONG = jnp.full((4, 4), 0.1), jnp.ones((3, 4))
 
 
-@pytest.mark.parametrize("name", WITH_PRODUCTS)
+@pytest.mark.parametrize(
+    "name", slow_except({"all dtypes", "linearize"}, WITH_PRODUCTS)
+)
 def test_shapes_dtypes_and_weak_types_are_those_of_plain_jax(name):
     """If one were weak by mistake, a product with a float16 array would be float16."""
     assert WEAK.weak_type
@@ -145,7 +148,7 @@ def test_derivative_rules_get_the_dtypes_that_are_written():
 
     layer.defvjp(lambda x: (layer(x), x), backward)
     jax.grad(ols.autocast(lambda w: jnp.sum(layer(X @ w) @ w)))(W)
-    assert seen == [(jnp.float32, jnp.float32)] * len(seen) != []
+    assert set(seen) == {(jnp.float32, jnp.float32)}
 
 
 def test_a_product_is_rounded_to_the_low_dtype_and_nothing_after_it():
@@ -182,7 +185,7 @@ def block(w, x):
     return jax.nn.relu(own_layer(w, jnp.tanh(x @ w)))
 
 
-def test_a_function_that_is_called_often_is_compiled_as_often_as_without():
+def test_a_jitted_block_that_is_called_five_times_is_compiled_twice():
     def deep(w, x):
         for _ in range(5):
             x = block(w, x)
@@ -197,7 +200,7 @@ def test_a_function_that_is_called_often_is_compiled_as_often_as_without():
     assert blocks(jax.grad(ols.autocast(deep))) == blocks(jax.grad(deep))
 
 
-def test_outside_jit_a_jitted_function_inside_is_traced_and_compiled_once():
+def test_outside_jit_a_jitted_function_inside_is_traced_once():
     traced = []
 
     @jax.jit

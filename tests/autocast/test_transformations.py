@@ -10,6 +10,7 @@ from jax import export, lax
 from jax.experimental import pallas as pl
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.compat import enable_x64
 from helpers.under_autocast import (
     PROGRAMS,
@@ -24,8 +25,8 @@ from helpers.under_autocast import (
 # --- Inside -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_products_run_low_in_a_function_with(name):
+@pytest.mark.parametrize("name", slow_except({"branches", "linearize"}, PROGRAMS))
+def test_products_run_low_inside_each_transformation(name):
     assert_autocast(lambda w, x: jnp.mean(PROGRAMS[name](w, x) ** 2), W, X)
 
 

@@ -1,4 +1,4 @@
-"""The package as it is installed and imported: its rooms, and what it needs of JAX."""
+"""The package as it is imported: its folders, and what it needs of JAX."""
 
 import ast
 import importlib.metadata
@@ -16,15 +16,15 @@ import optax_lossscale as ols
 from helpers.files import ROOT, project_files
 
 PACKAGE = ROOT / "optax_lossscale"
-# A room imports only from rooms above it, and from itself.
-ROOMS = [
+# A file imports only from its folder and from those above it.
+FOLDERS = [
     *("_ground", "_autocast", "_scaling", "presets", "_masters"),
     *("diagnostics", "compat", "plotting", "__init__.py", "demo.py"),
 ]
 
 
-def rooms_imported_by(path):
-    """The rooms from which a file imports when it is itself imported."""
+def folders_imported_by(path):
+    """The folders from which a file imports when it is itself imported."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
             modules = [alias.name for alias in node.names]
@@ -34,14 +34,14 @@ def rooms_imported_by(path):
         else:
             continue
         for module in modules:
-            room = module.partition(".")[0]
-            yield room if room in ROOMS else "__init__.py"
+            folder = module.partition(".")[0]
+            yield folder if folder in FOLDERS else "__init__.py"
 
 
-def test_a_file_imports_only_from_its_room_and_those_above():
+def test_a_file_imports_only_from_its_folder_and_those_above():
     for path in project_files("optax_lossscale/**/*.py"):
-        room = ROOMS.index(path.relative_to(PACKAGE).parts[0])
-        assert {*rooms_imported_by(path)} <= {*ROOMS[: room + 1]}, path
+        place = FOLDERS.index(path.relative_to(PACKAGE).parts[0])
+        assert {*folders_imported_by(path)} <= {*FOLDERS[: place + 1]}, path
 
 
 def test_the_version_equals_that_of_the_installed_package():

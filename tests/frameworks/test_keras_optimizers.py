@@ -119,7 +119,7 @@ def test_a_row_names_an_exact_optimizer_and_says_how_far_off_others_are(call, te
     check_row(text, page("keras")[1], lambda: by_keras(call, SHAPES))
 
 
-def test_the_row_of_mindspore_does_so_too():
+def test_the_row_of_mindspore_names_an_exact_optimizer():
     text, names = page("mindspore")
     (row,) = re.findall(r"^\| `nn.AdamWeightDecay` \| (.*)", text, re.M)
     check_row(row, names, lambda: by_mindspore(0.0, SHAPES))

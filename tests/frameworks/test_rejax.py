@@ -7,15 +7,12 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
+import rejax.algos.ppo as rejax_ppo
 from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.pages import run_section
-
-rejax = pytest.importorskip("rejax", reason="needs rejax")
-rejax_ppo = pytest.importorskip("rejax.algos.ppo", reason="needs rejax")
 
 
 @functools.cache

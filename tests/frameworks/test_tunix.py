@@ -11,19 +11,17 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import qwix
 from flax import nnx
 from jax.sharding import Mesh
+from tunix.models.llama3 import model as llama
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner as grpo
+from tunix.rl.rollout import base_rollout as rollout
+from tunix.sft import peft_trainer, utils
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-
-llama = pytest.importorskip("tunix.models.llama3.model", reason="needs Tunix")
-peft_trainer = pytest.importorskip("tunix.sft.peft_trainer")
-utils = pytest.importorskip("tunix.sft.utils")
-rl_cluster = pytest.importorskip("tunix.rl.rl_cluster")
-grpo = pytest.importorskip("tunix.rl.grpo.grpo_learner")
-rollout = pytest.importorskip("tunix.rl.rollout.base_rollout")
-qwix = pytest.importorskip("qwix")
 
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 8
 POSITIONS = jnp.tile(jnp.arange(LENGTH), (BATCH, 1))

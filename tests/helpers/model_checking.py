@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-BATCH = 256  # So many states does a compiled program take.
+BATCH = 256  # The number of states in one call of the compiled program.
 
 
 class Machine(Protocol):

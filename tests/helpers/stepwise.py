@@ -1,7 +1,7 @@
-"""One step of each rule in plain Python, written from its definition.
+"""One step of each rule in plain Python.
 
-The dynamic rule is section 4 of the design, the headroom rule the docstrings of
-`headroom_loss_scale` and its state.
+It is written from the docstrings of `dynamic_loss_scale`, `headroom_loss_scale` and
+their states.
 """
 
 import math

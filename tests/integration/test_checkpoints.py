@@ -100,7 +100,7 @@ def test_a_restored_scale_is_used_and_kept_under_a_rule_with_another_one():
     assert ols.get_loss_scale(state) == 2.0**10
 
 
-def test_what_was_restored_without_a_target_is_refused_with_a_hint(tmp_path):
+def test_a_state_restored_without_a_target_is_refused_with_a_hint(tmp_path):
     plain = by_orbax(tmp_path, TX["dynamic"].init(PARAMS), None)
     with pytest.raises(ValueError, match="restore into a target"):
         ols.get_loss_scale(plain)

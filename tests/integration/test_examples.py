@@ -146,7 +146,7 @@ def test_a_run_whose_steps_are_all_skipped_or_whose_parameters_are_lost_stops():
         run_of(tx, options, mean=np.nan)
 
 
-def test_a_checkpoint_that_is_not_finished_is_none(tmp_path):
+def test_an_unfinished_checkpoint_is_ignored(tmp_path):
     assert not has_checkpoint(None)
     unfinished = tmp_path / "checkpoints" / "5.orbax-checkpoint-tmp"
     unfinished.mkdir(parents=True)

@@ -31,7 +31,10 @@ def loss_fn(params, x):
 
 @pytest.mark.parametrize(
     ("fun", "dtype"),
-    [(ols.autocast(loss_fn), jnp.float16), (loss_fn, jnp.bfloat16)],
+    [
+        (ols.autocast(loss_fn), jnp.float16),
+        pytest.param(loss_fn, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_the_error_is_that_of_the_gradient_of_autocast(fun, dtype):
     errors = gradient_errors(fun, PARAMS, X, dtype=dtype, loss_scale=2.0**10)

@@ -88,7 +88,7 @@ def test_an_overflow_of_the_loss_scale_says_by_how_much_it_is_too_large():
     )
 
 
-def test_those_that_made_infinities_come_in_order_and_then_those_that_lose_most():
+def test_operations_that_made_infinities_come_first_and_then_the_largest_errors():
     half, bfloat = (np.dtype(name) for name in ("float16", "bfloat16"))
     operations = [
         FINE._replace(where="a.py:1", underflow=0.1),

@@ -110,7 +110,7 @@ def test_settings_that_look_for_nan_or_compile_nothing_do_no_harm():
     assert (first.primitive, first.cause) == ("div", "An operand was zero.")
 
 
-def test_of_branches_only_those_that_ran_are_listed_with_their_worst_numbers():
+def test_branches_that_ran_are_listed_with_their_worst_numbers():
     def fun(x, flags):
         def body(x, flag):
             branches = [jnp.sin, jnp.exp, jnp.tanh]
@@ -239,7 +239,7 @@ def over_pmap(fun, mesh):
 @pytest.mark.several_devices
 @pytest.mark.filterwarnings("ignore:The function jit")  # With pmap, in JAX 0.7.
 @pytest.mark.parametrize("shard", [over_shard_map, over_sharded_jit, over_pmap])
-def test_of_several_devices_the_worst_counts(shard):
+def test_the_worst_device_is_reported(shard):
     """Each device has two of four rows; only the second one's entries overflow."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     rows = np.stack([X[0], X[1], 4e5 * X[2], X[0]])

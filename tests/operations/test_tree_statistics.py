@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from helpers.cases import slow_except
 from helpers.compat import enable_x64
 from optax_lossscale import diagnostics
 
@@ -41,7 +42,11 @@ def as_float64(values):
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32]
+    "dtype",
+    slow_except(
+        [np.float16],
+        [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32],
+    ),
 )
 def test_each_exponent_zeros_nan_and_infinities_are_counted(dtype):
     values, low, high = values_of(dtype), -40, 20

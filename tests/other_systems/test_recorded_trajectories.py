@@ -32,7 +32,11 @@ def trajectories(name):
     recorded = json.loads((DATA / f"{name}.json").read_text())["trajectories"]
     recorded.sort(key=lambda t: -len(t["options"]))
     return [
-        pytest.param(t, id="-".join([str(i), t["inner"], *t["options"]]))
+        pytest.param(
+            t,
+            id="-".join([str(i), t["inner"], *t["options"]]),
+            marks=pytest.mark.slow if i else (),
+        )
         for i, t in enumerate(recorded)
     ]
 

@@ -36,11 +36,9 @@ def test_value_and_gradients_are_the_true_ones_to_the_bit():
 def test_a_parameter_and_a_cotangent_may_be_numbers_of_python():
     fun = ols.scaled_backward(lambda x: x**2, 2.0**10)
     assert jax.vjp(fun, 3.0)[1](1.0) == (6.0,)
-    with pytest.raises(TypeError, match="differentiated last"):
-        jax.jvp(fun, (3.0,), (1.0,))
 
 
-def test_what_lies_between_is_scaled():
+def test_operations_inside_the_function_see_scaled_cotangents():
     seen = []
 
     @jax.custom_vjp
@@ -113,7 +111,7 @@ def test_every_argument_and_every_result_is_treated_alike():
     assert_same_bits(by_name(PARAMS), jax.grad(loss_fn)(PARAMS, X))
 
 
-def test_what_follows_the_function_is_not_scaled():
+def test_operations_after_the_function_see_true_cotangents():
     # With the largest scale it would overflow.
     inside = ols.scaled_backward(lambda x: 2.0**-100 * x, 2.0**126)
     fun = lambda x: inside(x) + inside(x) + 8.0 * x  # noqa: E731

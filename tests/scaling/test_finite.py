@@ -100,6 +100,7 @@ def test_a_finite_float64_beyond_float32_is_finite():
 
 
 def test_numbers_whose_sum_overflows_are_finite():
+    # apex and DeepSpeed look at the sum.
     assert ols.all_finite(jnp.full(100, 3e38))
     assert ols.all_finite(jnp.full(100, 6e4, jnp.float16))
 

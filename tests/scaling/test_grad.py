@@ -60,6 +60,14 @@ def test_a_float16_loss_keeps_its_dtype_and_cannot_overflow():
     assert (float(value), float(grad)) == (4.0, 2.0**13)
 
 
+def test_a_float16_loss_needs_a_scale_of_at_most_two_to_the_15():
+    x = jnp.float16(16.0)
+    for scale, is_finite in ((2.0**15, True), (2.0**16, False)):
+        state = ols.static_loss_scale(scale).init()
+        grad = ols.scaled_grad(lambda x: x / 4, state)(x)
+        assert jnp.isfinite(grad) == is_finite
+
+
 def test_small_gradients_survive_in_float16():
     def loss(w, x):
         return jnp.sum((w.astype(jnp.float16) * x).astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""The rules, and the steps under them, after every history of twelve events.
+"""The rules, and the steps under them, after every history of at most twelve events.
 
 The events are what can happen in a step. After each, every number of the state is
 compared with `stepwise`, which was written from the definitions; `model_checking` says

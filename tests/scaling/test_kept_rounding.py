@@ -1,4 +1,4 @@
-"""No program of ours holds a cast to less and back that XLA for GPU may leave out."""
+"""No program casts to half precision and back; XLA for GPU removes the rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,14 @@ def _undone(program, are_rounded):
             count += inner_count
         rounded.update(zip(equation.outvars, results, strict=True))
     return count, [was_rounded(atom) for atom in program.outvars]
+
+
+@in_each_half
+def test_a_cast_to_half_precision_and_back_is_counted(dtype):
+    def there_and_back(x):
+        return jax.jit(lambda x: x.astype(dtype).astype(jnp.float32))(x)
+
+    assert casts_left_out_on_gpu(there_and_back, np.float32(1.0)) == 1
 
 
 @in_each_half

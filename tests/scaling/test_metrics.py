@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import optax_lossscale as ols
+from helpers.compare import assert_same_bits
+from helpers.inner import adam
 
 RULE = ols.dynamic_loss_scale(2.0**10)
 
@@ -71,6 +73,21 @@ def test_a_stall_is_an_error_from_the_limit_on():
     for in_a_row in (3, 4):
         with pytest.raises(ols.LossScaleStalledError, match=r"\(limit 3;"):
             ols.raise_if_stalled(stalled(in_a_row, 10), max_consecutive=3)
+
+
+def test_a_thousand_bad_steps_change_nothing_and_are_reported():
+    # optax.apply_if_finite accepts a NaN after some of them.
+    params, tx = jnp.ones(3), ols.loss_scaled(adam())
+    first = tx.init(params)
+
+    def step(state, _):
+        return tx.update(params * jnp.nan, state, params)[::-1]
+
+    state, updates = jax.lax.scan(step, first, length=1000)
+    assert_same_bits(params + updates[-1], params)
+    assert_same_bits(state.inner_state, first.inner_state)
+    with pytest.raises(ols.LossScaleStalledError, match="1000 of 1000"):
+        ols.raise_if_stalled(state)
 
 
 def test_one_stalled_member_of_an_ensemble_is_enough():

@@ -388,7 +388,7 @@ def test_a_number_in_the_loss_is_not_warned_of_under_a_rule_that_keeps_its_scale
     without_warning(trace, step, PARAMS, tx.init(PARAMS), X)
 
 
-def steps_of_the_package(fun, *args):
+def bytecodes_run_in(fun, *args):
     """How many bytecodes of this package run in a call."""
     seen, before = collections.Counter(), sys.gettrace()
 
@@ -411,14 +411,14 @@ def test_tracing_an_update_is_linear_in_the_leaves():
     # One equation, a scan, makes all gradients: who looks at all of its inputs for
     # each of its outputs is quadratic.
     steps = {}
-    for count in (2, 20, 40):
+    for count in (2, 20, 40):  # The first call also fills caches.
         params = {str(i): jnp.ones(2) for i in range(count)}
 
         def grad_fn(params, state, x):
             return jax.tree.map(lambda p: p * ols.scale(x[0, 0], state), params)
 
         step = step_of(over_rows(grad_fn))
-        steps[count] = steps_of_the_package(trace, step, params, TX.init(params), X)
+        steps[count] = bytecodes_run_in(trace, step, params, TX.init(params), X)
     assert steps[40] < 2.2 * steps[20]
 
 
