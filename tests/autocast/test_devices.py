@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.compiled import collectives_of
 from helpers.under_autocast import assert_close, dtypes_of, integers
 
@@ -138,7 +139,10 @@ def over_pmap(fun):
 
 @pytest.mark.parametrize(
     "over",
-    [over_shard_map, functools.partial(over_shard_map, check_vma=False), over_pmap],
+    slow_except(
+        [over_shard_map],
+        [over_shard_map, functools.partial(over_shard_map, check_vma=False), over_pmap],
+    ),
 )
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_gradients_in_functions_over_devices_are_exact(is_inside, over):

@@ -60,7 +60,12 @@ def apply(model, wrap=lambda fun: fun):
 
 
 @pytest.mark.parametrize(
-    "cast", [apply(Decorated()), apply(Plain(), ols.autocast)], ids=["in", "around"]
+    "cast",
+    [
+        apply(Decorated()),
+        pytest.param(apply(Plain(), ols.autocast), marks=pytest.mark.slow),
+    ],
+    ids=["in", "around"],
 )
 def test_what_a_linen_module_changes_comes_out(cast):
     (result, changed), (expected, other) = (

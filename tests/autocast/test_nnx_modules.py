@@ -62,7 +62,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("way", "make"),
     slow_except(
-        [("the module", Net), ("a jitted gradient", Net)],
+        [("the module", Net)],
         [
             *((way, Net) for way in WAYS),
             ("an argument", Shared),

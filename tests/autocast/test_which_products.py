@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.compat import enable_x64
 from helpers.under_autocast import W, X, dot_loss, dtypes_of, reports
 
@@ -130,7 +131,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_except({"vmap inside"}, WAYS))
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.usefixtures("standard_promotion")
 def test_inner_products_are_in_float32_and_finite_at_a_large_loss_scale(name, way):

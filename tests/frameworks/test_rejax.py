@@ -1,18 +1,21 @@
 """rejax, which has the losses, the optimizers and the loop inside."""
 
 import functools
+import warnings
 
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
-import rejax.algos.ppo as rejax_ppo
 from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.pages import run_section
+
+with warnings.catch_warnings(action="ignore"):  # Of deprecated names of JAX.
+    import rejax.algos.ppo as rejax_ppo
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.compare import assert_same_bits, types
 from helpers.inner import adam
 from helpers.steps import apply
@@ -78,7 +79,13 @@ def by_equinox(folder, tree, target):
     return eqx.tree_deserialise_leaves(folder / "saved.eqx", like=target)
 
 
-@pytest.mark.parametrize("tool", [by_pickle, by_flax, by_numpy, by_orbax, by_equinox])
+@pytest.mark.parametrize(
+    "tool",
+    slow_except(
+        {by_flax, by_orbax, by_equinox},
+        [by_pickle, by_flax, by_numpy, by_orbax, by_equinox],
+    ),
+)
 def test_a_run_that_is_restored_continues_with_the_same_bits(tool, tmp_path):
     first = {name: (PARAMS, TX[name].init(PARAMS)) for name in TX}
     saved = {name: train(name, *first[name], SIZES[:4]) for name in TX}

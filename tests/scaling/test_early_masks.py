@@ -8,6 +8,7 @@ import optax.contrib
 import pytest
 
 import optax_lossscale as ols
+from helpers.cases import slow_except
 from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.inner import standard_promotion
 from optax_lossscale._scaling.early_masks import run_masked
@@ -41,7 +42,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", slow_except({"averages", "masters", "accumulated"}, OPTIMIZERS)
+)
 def test_an_update_masked_early_equals_one_that_is_masked_afterwards(name):
     # Every dtype holds multiples of 1/8.
     params, *history = [
