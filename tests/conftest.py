@@ -19,7 +19,7 @@ FOREIGN = [pathlib.Path(__file__).parent / name for name in ("frameworks", "port
 collect_ignore = [
     path
     for library, paths in {
-        "haiku": ["frameworks", "ported"],
+        "keras": ["frameworks", "ported"],
         "rejax": ["frameworks/test_rejax.py"],
         "tunix": ["frameworks/test_tunix.py"],
     }.items()

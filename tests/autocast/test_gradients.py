@@ -81,6 +81,8 @@ PRODUCTS = {
     ),
     "grouped convolution": (convolution(feature_group_count=2), (3, 3, 2, 6), IMAGE),
     "batch groups": (convolution(batch_group_count=2), (3, 3, 4, 6), IMAGE),
+    "tied": (lambda w, x: x @ w + 2.0 * (x @ w), WEIGHT, DATA),
+    "an ensemble": (jax.vmap(product, (0, None)), (2, 8, 5), DATA),
     "experts": (lambda w, x: lax.ragged_dot(x, w, SIZES), (3, 8, 5), DATA),
     "a scan that reads the weight at each step": (with_scan_over_time, WEIGHT, DATA),
     "a scan over layers": (with_scan_over_layers, (3, 8, 4), DATA),

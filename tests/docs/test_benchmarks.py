@@ -54,6 +54,7 @@ def test_the_summary_has_the_recorded_figures():
             ],
         ),
         ("autocast_speed", ["--layers", "1", "--rounds", "1"]),
+        ("autocast", ["--models", "MLP (Equinox)", "--platforms"]),
     ],
 )
 def test_a_script_prints_its_tables(run_script, script, options):

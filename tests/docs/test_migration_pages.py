@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from helpers.files import project_files
+from helpers.files import ROOT, project_files
 from helpers.inner import standard_promotion
 
 slow = pytest.mark.slow  # These tests run the programs of a page.
@@ -72,6 +72,15 @@ def test_everything_to_type_in_a_row_runs(page):
                     array.dtype, np.number
                 ):
                     assert np.isfinite(array).all(), code
+
+
+@slow
+def test_everything_to_type_in_the_index_runs():
+    text = (ROOT / "docs/migration/index.md").read_text()
+    assert {*re.findall(r"\((\w+)\.md\)", text)} == {*PAGES}
+    for line in re.findall(r"^\|.*\|$", text, re.M):
+        for code in re.findall(r"`(ols\.[^`]*\)|from [^`]*)`", line):
+            run(code, "pytorch")  # Whose names are those of the index.
 
 
 # What some of the entries give, worked out by hand: no step has been counted, the scale

@@ -44,6 +44,11 @@ def test_a_file_imports_only_from_its_folder_and_those_above():
         assert {*folders_imported_by(path)} <= {*FOLDERS[: place + 1]}, path
 
 
+def test_only_one_file_takes_private_names_of_jax():
+    for path in project_files("optax_lossscale/**/*.py"):
+        assert "jax._src" not in path.read_text() or path.name == "jax_internals.py"
+
+
 def test_the_version_equals_that_of_the_installed_package():
     assert importlib.metadata.version("optax-lossscale") == ols.__version__
 

@@ -144,6 +144,13 @@ def check_optimistix():
     low = ols.autocast(jax.vmap(unmarked, (None, 0)))
     assert np.isnan(low(params["inner"], drive)).any()
 
+    # A solver that is the training loop.
+    loss = ols.scaled_backward(ols.autocast(lambda z: ((z - 1) ** 2).sum()), 2.0**10)
+    tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(1.0))
+    solver = optx.OptaxMinimiser(tx, rtol=1e-4, atol=1e-4)
+    found = optx.minimise(lambda z, _: loss(z), solver, jnp.zeros(2))
+    np.testing.assert_allclose(found.value, 1, atol=0.01)
+
 
 def test_optimistix_skips_what_a_solver_cannot_solve():
     folders = ROOT / "tests", ROOT / "tests" / "frameworks"
@@ -157,3 +164,14 @@ def test_optimistix_skips_what_a_solver_cannot_solve():
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_module_of_haiku_and_a_model_of_numpyro_must_not_be_under_autocast():
+    hk, names = section("Haiku")["hk"], section("NumPyro")
+    svi, x, y = names["svi"], names["x"], names["y"]
+    net = hk.transform(lambda x: ols.autocast(hk.Linear(2))(x))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="JAX transform"):
+        net.apply(net.init(jax.random.key(0), x), None, x)
+    svi = names["SVI"](ols.autocast(svi.model), svi.guide, svi.optim, svi.loss)
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="side effect"):
+        svi.run(jax.random.key(2), 1, x, y, progress_bar=False)

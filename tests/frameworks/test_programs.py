@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
@@ -71,6 +72,17 @@ def test_ppo_has_low_products_and_float32_log_probabilities():
     assert [array.dtype for array in batch] == 5 * [jnp.float32]
 
 
+def test_a_diagonal_normal_works_inside_a_decorated_loss():
+    distrax, x = run("PPO with Distrax")["distrax"], jax.random.normal(KEY, (8, 2))
+
+    def loss_fn(w):
+        normal = distrax.MultivariateNormalDiag(x @ w, jnp.ones((8, 2)))
+        return -normal.log_prob(x).mean()
+
+    low, exact = (jax.grad(f)(jnp.eye(2)) for f in (ols.autocast(loss_fn), loss_fn))
+    np.testing.assert_allclose(low, exact, rtol=1e-2, atol=1e-3)
+
+
 # Target networks.
 
 
@@ -123,6 +135,14 @@ def test_td3_skips_only_the_critics_if_the_rewards_are_nan():
     assert_skipped(new_critics, critics, "params", "target")
     assert_changed(new_actor.target, actor.target)
     assert ols.get_loss_scale(new_actor) == ols.get_loss_scale(actor)
+
+
+def test_a_periodic_copy_needs_no_where_applied():
+    step, critics, actor, (x, *others) = td3()
+    new, _, _ = step(critics, actor, spoiled(x), *others)
+    copy = optax.periodic_update(new.params, new.target, new.step, int(new.step))
+    assert_same_bits(copy, critics.params)
+    assert_changed(ols.where_applied(new, copy, new.target), copy)
 
 
 # Diffusion.

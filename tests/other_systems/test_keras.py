@@ -346,3 +346,13 @@ def test_frozen_parameters_keep_every_bit():
         assert_same_bits(tree["layer"]["bias"], start["layer"]["bias"])
         assert_same_bits(tree["norm"], start["norm"])
         assert not np.array_equal(tree["layer"]["kernel"], start["layer"]["kernel"])
+
+
+def test_the_formula_of_the_docstring_serves_an_optimizer_with_its_own_count():
+    def update(updates, count, params=None):
+        return -(3.0 * count + 2.0) * updates, count + 1  # Of the step itself.
+
+    inner = optax.GradientTransformation(lambda params: jnp.asarray(0), update)
+    tx = ols.loss_scale_optimizer(inner, 1.0, gradient_accumulation_steps=3)
+    params, _ = trained(tx, np.ones((9, 1), np.float32), jnp.zeros(1))
+    assert np.ravel(params)[2::3].tolist() == [-2.0, -7.0, -15.0]

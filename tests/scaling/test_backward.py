@@ -354,3 +354,11 @@ def test_wrong_arguments_are_named():
         ols.scaled_backward(jnp.float32(1.0), 2.0)
     with pytest.raises(ValueError, match="`loss_scale` must be positive"):
         ols.scaled_backward(loss_fn, 0.0)
+
+
+def test_a_gradient_passes_through_one_scaled_network_into_another():
+    # That of an actor, through its critic.
+    critic = ols.scaled_backward(lambda w, action: w * action**2, SCALE)
+    actor = ols.scaled_backward(lambda v, x: v * x, SCALE)
+    w, x = jnp.float32(2.0), jnp.float32(3.0)
+    assert jax.grad(lambda v: critic(w, actor(v, x)))(jnp.float32(1.0)) == 36.0

@@ -82,3 +82,12 @@ def test_the_wrapper_gives_the_rule_the_largest_unscaled_gradient():
 def test_a_wrong_setting_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ols.headroom_loss_scale(**settings)
+
+
+def test_a_run_goes_on_under_another_margin():
+    one, other = (
+        ols.headroom_loss_scale(history=4, margin_bits=bits) for bits in (0.0, 3.0)
+    )
+    state = one.adjust(one.init(), True, 1.0)
+    assert state.loss_scale == 2.0**15
+    assert other.adjust(state, True, 1.0).loss_scale == 2.0**12

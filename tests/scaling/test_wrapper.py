@@ -395,6 +395,17 @@ def test_all_members_of_a_named_axis_skip_a_step_together(rule):
 
 
 @each_rule
+def test_steps_with_nonfinite_updates_leave_the_rule_alone(rule):
+    infinite = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / 0.0, grads))
+    tx = ols.loss_scaled(infinite, rule, check_updates=True)
+    first = state = tx.init(PARAMS)
+    for _ in range(2):  # The dynamic rule would grow.
+        _, state = tx.update(ols.scale(GRADS, state), state, PARAMS)
+    new, old = state.loss_scale_state, first.loss_scale_state
+    assert_same_bits((new.loss_scale, new.rule_state), (old.loss_scale, old.rule_state))
+
+
+@each_rule
 def test_an_update_branches_nowhere(rule):
     # jax #40823: under shard_map the branches of a cond diverge silently.
     tx = ols.loss_scaled(optax.sgd(0.1), rule, check_updates=True)

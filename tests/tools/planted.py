@@ -1,6 +1,6 @@
 """Plants faults that users would meet, one at a time, and says which tests see them.
 
-    python tests/tools/planted.py                          # All; two hours.
+    python tests/tools/planted.py                          # All; an hour.
     python tests/tools/planted.py test_rules diagnostics   # Of these files of tests.
     python tests/tools/planted.py "floor ignored"          # One, by its name.
 
