@@ -36,12 +36,15 @@ def rows_of(page):
 
 @functools.cache
 def run_page(page):
-    """What a page prints, and the names that its cells above its last table define."""
+    """What a page prints, and the names that its cells above its last table define.
+
+    The cells below are run if they print what is known here. Others need Keras.
+    """
     text = PAGES[page].read_text()
     above, below = text[: text.rindex("\n| ")], text[text.rindex("\n| ") :]
     names, names_above = {}, {}
     with contextlib.redirect_stdout(io.StringIO()) as output, standard_promotion():
-        for part in (above, below):
+        for part in (above, below) if page in PRINTED else (above,):
             for cell in re.findall(r"^```{code-cell}\n(.*?)^```$", part, re.M | re.S):
                 exec(cell, names)
             names_above = names_above or dict(names)
