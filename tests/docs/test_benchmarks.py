@@ -70,6 +70,7 @@ def test_each_optimization_can_be_taken_out(run_script, monkeypatch):
     options = "--platforms", "cpu", "--leaves", "60 x 100000"
     rows = run_script("optimizations", *options)["Times"]
     assert [row["without"] for row in rows] == ["nothing", *optimizations.WITHOUT]
+    assert all(float(row["CPU, time"]) > 0 for row in rows)
 
 
 @slow
@@ -199,6 +200,8 @@ def test_by_autocast_gradients_cross_devices_in_float32(run_script):
     alone, plain, scaled = tables["The whole step"]
     for column in ("gradients, MB", "parameters, MB", "activations, MB"):
         assert alone[column] == plain[column] == scaled[column]
+    assert "f16" not in scaled["gradients, MB"]
+    assert plain["copies of a piece"] == scaled["copies of a piece"]
     errors = {row["model"]: float(row["on 8"]) for row in tables["Error"]}
     assert errors["autocast"] < 1e-6
     assert errors["Flax, dtype=float16"] > 3e-4

@@ -14,6 +14,7 @@ import pytest
 import optax_lossscale as ols
 from helpers.files import ROOT, project_files
 from helpers.inner import standard_promotion
+from helpers.pages import cells_of
 
 slow = pytest.mark.slow  # These tests run the programs of a page.
 
@@ -45,7 +46,7 @@ def run_page(page):
     names, names_above = {}, {}
     with contextlib.redirect_stdout(io.StringIO()) as output, standard_promotion():
         for part in (above, below) if page in PRINTED else (above,):
-            for cell in re.findall(r"^```{code-cell}\n(.*?)^```$", part, re.M | re.S):
+            for cell in cells_of(part):
                 exec(cell, names)
             names_above = names_above or dict(names)
     if "tx" in names_above:  # As the run of a page has trained, start again.

@@ -18,6 +18,7 @@ import pytest
 
 from helpers.compat import enable_x64
 from helpers.files import ROOT
+from helpers.pages import cells_of
 
 STEPS = (5, 30)  # After these many steps the parameters are compared.
 # Of the largest change of a parameter. All is computed in float64, but Keras's learning
@@ -91,7 +92,7 @@ def page(name):
     """The text of a page, and what its rows may use, among it its own optimizers."""
     text = (ROOT / "docs" / "migration" / f"{name}.md").read_text()
     names = {"jax": jax, "jnp": jnp, "optax": optax}
-    for cell in re.findall(r"^```{code-cell}\n(.*?)^```$", text, re.M | re.S):
+    for cell in cells_of(text):
         if "optax.GradientTransformation(" in cell or "def adam_weight_decay" in cell:
             exec(cell, names)
     return text, names

@@ -1,4 +1,4 @@
-"""Run the programs of a page."""
+"""Find and run the programs of a page."""
 
 import contextlib
 import io
@@ -9,6 +9,11 @@ import numpy as np
 from helpers.files import ROOT
 
 NUMBER = r"-?\d+(?:\.\d+)?"
+
+
+def cells_of(text):
+    """The programs of a page, or of a part of it, that run when the site is built."""
+    return re.findall(r"^```{code-cell}\n(?::[^\n]*\n)*(.*?)^```$", text, re.M | re.S)
 
 
 def run_section(page, heading):

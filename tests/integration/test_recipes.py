@@ -5,7 +5,6 @@ Each test runs functions that a page shows.
 
 import ast
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from helpers.cases import slow_except
 from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.files import ROOT
 from helpers.inner import standard_promotion
+from helpers.pages import cells_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SKIPPED = "guides/debugging_a_skipped_step.md"
@@ -29,8 +29,7 @@ def program_of(page, heading=""):
     text = (ROOT / "docs" / page).read_text()
     if heading:
         text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    fence = r"^```\{code-cell\}\n(?::[^\n]*\n)*(.*?)^```"
-    return "\n".join(re.findall(fence, text, re.MULTILINE | re.DOTALL))
+    return "\n".join(cells_of(text))
 
 
 @functools.cache
@@ -209,7 +208,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_except({"headroom"}, CASES))
-def test_the_headroom_rule_skips_all_rare_batches_and_each_cure_none(name):
+def test_the_headroom_rule_skips_all_rare_batches_and_each_remedy_none_of_them(name):
     rule, repeats, skipped = CASES[name]
     share = share_skipped(rule, 1000, repeats=repeats, steps=20_000)
     assert share == skipped

@@ -183,9 +183,11 @@ def test_a_step_may_be_rejected_under_a_rule_that_never_skips(rule):
     assert_skipped(PARAMS, state, *tx.update(bad, state, PARAMS, accept=False))
 
 
+INFINITE = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / 0.0, grads))
+
+
 def test_nonfinite_updates_skip_a_step_if_they_are_checked():
-    infinite = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / 0.0, grads))
-    inner = optax.chain(optax.trace(0.9), infinite)
+    inner = optax.chain(optax.trace(0.9), INFINITE)
     for check_updates in (True, False):
         tx = ols.loss_scaled(inner, RULE, check_updates=check_updates)
         state = tx.init(PARAMS)
@@ -396,8 +398,7 @@ def test_all_members_of_a_named_axis_skip_a_step_together(rule):
 
 @each_rule
 def test_steps_with_nonfinite_updates_leave_the_rule_alone(rule):
-    infinite = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / 0.0, grads))
-    tx = ols.loss_scaled(infinite, rule, check_updates=True)
+    tx = ols.loss_scaled(INFINITE, rule, check_updates=True)
     first = state = tx.init(PARAMS)
     for _ in range(2):  # The dynamic rule would grow.
         _, state = tx.update(ols.scale(GRADS, state), state, PARAMS)
