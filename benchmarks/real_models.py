@@ -55,10 +55,19 @@ SAMPLER_ARMS: Arms = {
     for dtype in ("bfloat16", "float16")
 }
 
-DRAWN = dict(zip([*ARMS, "float16, headroom rule"], STYLES, strict=True))
-# Never beside each other.
-DRAWN["bfloat16, sampler at O1"] = DRAWN["float16, headroom rule"]
-DRAWN["float16, sampler at O1"] = DRAWN["float16 parameters"]
+# A picture has few lines, to be read on a phone; the tables have every arm.
+DRAWN = ["float32", "bfloat16", "float16 without a loss scale", "float16"]
+STYLE_OF = dict(zip(DRAWN, STYLES, strict=False))
+STYLE_OF |= dict.fromkeys([*RULE_ARMS, "float16, sampler at O1"], STYLES[4])
+
+
+class Panel(NamedTuple):
+    """A part of a picture: a figure of some arms over the steps."""
+
+    figure: str
+    title: str
+    arms: list[str] = DRAWN
+    scale: str = "linear"
 
 
 class Task(NamedTuple):
@@ -72,7 +81,7 @@ class Task(NamedTuple):
       over_all: Columns over all reports, not only the last one.
       arms: The precision and other options of each arm, by its name.
       folder: Where its runs and pictures are.
-      drawn: The column over all reports to draw as well, on a logarithmic axis.
+      also_drawn: A panel beneath that of the held-out figure.
     """
 
     figure: str
@@ -82,7 +91,7 @@ class Task(NamedTuple):
     arms: Arms = ARMS
     folder: str = "real_models"
     over_all: dict[str, str] = {}  # noqa: RUF012
-    drawn: str | None = None
+    also_drawn: Panel | None = None
 
 
 TASKS = {
@@ -91,9 +100,28 @@ TASKS = {
         "held_out_loss", "held-out loss", 3, {"held_out_accuracy": "accuracy"}
     ),
     "lstm": Task(
-        "held_out_bits_per_chord", "held-out bits per chord", 2, {}, ARMS | RULE_ARMS
+        "held_out_bits_per_chord",
+        "held-out bits per chord",
+        2,
+        arms=ARMS | RULE_ARMS,
+        also_drawn=Panel(
+            "flushed",
+            "share of gradient entries flushed to zero",
+            ["bfloat16", "float16", *RULE_ARMS],
+        ),
     ),
-    "ppo": Task("held_out_score", "held-out score", 0, {"policy_kl": "KL divergence"}),
+    "ppo": Task(
+        "held_out_score",
+        "held-out score",
+        0,
+        {"policy_kl": "KL divergence"},
+        also_drawn=Panel(
+            "policy_kl",
+            "KL divergence of playing and training",
+            ["bfloat16", "float16"],
+            "log",
+        ),
+    ),
     "grpo": Task(
         "held_out_reward",
         "held-out reward",
@@ -108,7 +136,12 @@ TASKS = {
             "outside_clip": "outside",
             "grad_norm": "norm",
         },
-        drawn="mismatch_kl",
+        also_drawn=Panel(
+            "mismatch_kl",
+            "KL divergence of sampler and learner",
+            ["float32", "bfloat16", "float16", "float16, sampler at O1"],
+            "log",
+        ),
     ),
 }
 
@@ -198,33 +231,28 @@ def rows_of(task: Task, runs: list[Run]) -> list[dict[str, str]]:
     return rows
 
 
+@plt.rc_context({"font.size": 12})
 def draw(task: Task, runs: list[Run], file: pathlib.Path) -> None:
     """Draws figures of each arm over the steps: the mean and the range of the seeds."""
-    drawn = DRAWN.keys() - RULE_ARMS.keys()
-    arms = [arm for arm in recorded_arms(task, runs) if arm in drawn]
-    panels = [(task.label, task.figure, arms)]
-    if RULE_ARMS.keys() <= task.arms.keys():
-        title = "share of gradient entries flushed to zero"
-        panels.append((title, "flushed", ["bfloat16", "float16", *RULE_ARMS]))
-    if task.drawn is not None:
-        panels.append((task.over_all[task.drawn], task.drawn, arms))
-    count = len(panels)
-    figure, axes = plt.subplots(1, count, figsize=(6 * count, 4.2), squeeze=False)
-    for ax, (title, name, arms) in zip(axes.flat, panels, strict=True):
-        for arm in arms:
-            style = DRAWN[arm]
+    panels = [Panel(task.figure, task.label), task.also_drawn]
+    panels = [panel for panel in panels if panel is not None]
+    figure, axes = plt.subplots(
+        len(panels), figsize=(6, 4.5 * len(panels)), squeeze=False, layout="constrained"
+    )
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        for arm in panel.arms:
+            style = STYLE_OF[arm]
             steps = of_arm(runs, arm, "step")[0]
-            values = of_arm(runs, arm, name)
+            values = of_arm(runs, arm, panel.figure)
             ax.plot(steps, values.mean(axis=0), label=arm, **style)
             low, high = values.min(axis=0), values.max(axis=0)
             ax.fill_between(steps, low, high, color=style["color"], alpha=0.12)
-        ax.set_title(title, loc="left")
-        ax.set_yscale("log" if name == task.drawn else "linear")
+        ax.set_title(panel.title, loc="left")
+        ax.set_yscale(panel.scale)
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
-        if ax is axes.flat[0] or arms != panels[0][2]:
-            ax.legend(fontsize="small")
-    figure.tight_layout()
+        # Beneath the axis, where it hides no line.
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

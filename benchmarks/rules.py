@@ -38,9 +38,12 @@ RULES["dynamic_loss_scale"] = ols.dynamic_loss_scale()
 RULES["headroom_loss_scale"] = ols.headroom_loss_scale()
 # The rules that are compared, with their names and styles in the picture.
 COMPARED = {
-    "presets.torch": {"label": "dynamic, as PyTorch's", "color": BLUE},
+    "presets.torch": {"label": "PyTorch's rule", "color": BLUE},
     "headroom_loss_scale": {"label": "headroom", "color": RED},
 }
+# The histories in the picture, which would be too long with all of them.
+DRAWN = ["decaying 8 bits", "spikes of 8 bits", "sudden rise of 9 bits"]
+DRAWN += ["text, transformer"]
 WINDOW = 25  # Steps for which the picture shows one limit, the lowest.
 
 
@@ -255,41 +258,41 @@ def table(traces: dict[str, Trace], runs: Runs) -> list[dict[str, str]]:
     ]
 
 
+@plt.rc_context({"font.size": 12})
 def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
     """Draws some rules' scales over steps, and the largest scales that fit float16.
 
     Each panel shows the first seed of a trace, and counts the steps skipped there.
     """
     figure, axes = plt.subplots(
-        -(-len(traces) // 2), 2, figsize=(12, 11), layout="constrained"
+        len(DRAWN), figsize=(6, 4 * len(DRAWN)), layout="constrained"
     )
-    for ax, (kind, trace) in zip(axes.flat, traces.items(), strict=True):
-        largest = trace.largest[0]
+    for ax, kind in zip(axes, DRAWN, strict=True):
+        largest = traces[kind].largest[0]
         limit = np.log2(FLOAT16_MAX) - np.nanmax(largest.reshape(-1, WINDOW), axis=1)
         ax.stairs(
             limit,
             np.arange(0, len(largest) + 1, WINDOW),
             baseline=None,
-            color="#000000",
+            color="#888888",
             linewidth=0.8,
-            label=f"largest scale that fits float16 (lowest of {WINDOW} steps)",
+            label="largest that fits float16",
         )
-        skips = []
         for name, style in COMPARED.items():
             scales, applied = (array[0] for array in runs[name][kind])
-            ax.step(np.arange(len(scales)), np.log2(scales), where="post", **style)
-            skips.append(f"{np.sum(~applied)} by {style['label'].split(',')[0]}")
-        ax.set_title(kind, loc="left", fontweight="bold")
-        ax.set_title(f"skipped: {', '.join(skips)}", loc="right", fontsize="small")
+            label = f"{style['label']}: {np.sum(~applied)} skipped"
+            ax.step(
+                np.arange(len(scales)),
+                np.log2(scales),
+                where="post",
+                **style | {"label": label},
+            )
+        ax.set_title(kind, loc="left")
         ax.set(xlabel="step", ylabel="log2 of scale")
+        ax.locator_params(axis="x", nbins=5)
         ax.locator_params(axis="y", integer=True)
         ax.grid(alpha=0.3)
-    figure.suptitle(
-        "The scales of two rules, and float16's limit, in five made-up histories of "
-        "gradients\nand in three that were recorded from training"
-    )
-    lines, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=len(lines))
+        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

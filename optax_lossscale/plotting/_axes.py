@@ -21,7 +21,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 
 
 def axes_or_new(
-    ax: Any, rows: int = 1, *, width: float = 7.0, height: float = 4.0
+    ax: Any, rows: int = 1, *, width: float = 5.6, height: float = 4.0
 ) -> Any:
     """Returns the given axes, or makes new ones."""
     if ax is not None:

@@ -42,6 +42,8 @@ def plot_exponent_histogram(
     are lost, is shaded paler. Entries to the left of both become zero, and entries to
     the right become infinite.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/do_i_need_this.html
+
     Args:
       histograms: A mapping from labels, such as `"scaled by 2**15"`, to results of
         `exponent_histogram`. Colours repeat after seven of them.
@@ -108,10 +110,11 @@ def plot_operations(
     the same colour one that received some, both at the magnitude in float32. The title
     names the first that made some. Results that are all zero have no place on the
     logarithmic axis, and magnitudes more than 8 bits outside the dtype's range stand at
-    its ends. The range of normal numbers is shaded, and that of subnormal numbers,
-    where bits are lost, paler.
+    its ends.
 
     Up to 50 operations are named by their primitives, more by their scopes.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
 
     Args:
       operations: What `trace_operations` returned, or a part of it; not empty.

@@ -25,10 +25,11 @@ def plot_loss_scale(
 ) -> Axes:
     """Draws the loss scale over the steps of a run, and marks the skipped steps.
 
-    Collect `loss_scale_metrics(opt_state)` after every update, and pass the list. The
-    metrics hold the scale as the update left it, for the next step. So the scale that
-    a step used is that of the metrics before, and a skipped step is marked at the scale
-    that overflowed. The axis of the loss scale is logarithmic, in powers of two.
+    Collect `loss_scale_metrics(opt_state)` after every update, and pass the list. Each
+    step is drawn at the scale that it used, and a skipped one at the scale that
+    overflowed.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/logging.html
 
     Args:
       history: The metrics that `loss_scale_metrics` returned after each step: a list
@@ -90,6 +91,8 @@ def plot_training(
 ) -> Sequence[Axes]:
     """Draws the training losses of several runs, and their loss scales beneath.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/logging.html
+
     Args:
       losses: A mapping from the label of each run to its losses, `f32[steps]` and
         positive. Line styles repeat after seven runs.
@@ -115,7 +118,7 @@ def plot_training(
     """
     check_mapping("losses", losses, "'float16': losses")
     check_mapping("loss_scales", loss_scales, "'float16': loss_scales")
-    loss_ax, scale_ax = axes_or_new(ax, rows=2, height=6.0)
+    loss_ax, scale_ax = axes_or_new(ax, rows=2, height=5.6)
     for style, (name, loss) in zip(cycle(STYLES), losses.items(), strict=False):
         loss_ax.semilogy(_numbers(loss), label=name, **style)
         if name in loss_scales:

@@ -197,7 +197,9 @@ def test_a_program_trains_on_several_devices(task, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("task", SMALL)
-def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys):
+def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(
+    task, tmp_path, capsys
+):
     real_models = importlib.import_module("real_models")
     runs = [run for run in real_models.load([task]) if run["task"] == task]
     print(table_of(real_models.rows_of(real_models.TASKS[task], runs)))
@@ -207,3 +209,5 @@ def test_the_page_of_evidence_shows_the_tables_of_the_recorded_runs(task, capsys
     for arm in real_models.TASKS[task].arms:
         seeds = {run["seed"] for run in runs if run["arm"] == arm}
         assert seeds == {0, 1, 2}, arm
+    real_models.draw(real_models.TASKS[task], runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""docs/reference/plotting.md: plots show the data that they were given."""
+"""Plots show the data that they were given."""
 
 import subprocess
 import sys
