@@ -80,6 +80,7 @@ version = release = optax_lossscale.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
@@ -87,6 +88,7 @@ extensions = [
     "markdown_docstrings",
 ]
 exclude_patterns = ["_build", "benchmarks"]
+templates_path = ["_templates"]
 nitpicky = True
 suppress_warnings = ["intersphinx.external"]
 
@@ -129,6 +131,7 @@ html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_use_index = False  # The search finds its entries.
 html_theme_options = {
     "repository_url": repository,
     "repository_branch": "main",
@@ -138,6 +141,7 @@ html_theme_options = {
     "use_edit_page_button": True,
     "use_download_button": False,
     "show_navbar_depth": 1,
+    "max_navbar_depth": 1,  # Pages of names and of results are reached by their index.
     "show_toc_level": 2,
     # The parent theme's bar is left out: the sidebar has a search field too, and on a
     # phone its hidden button would take the clicks of the one that opens the sidebar.

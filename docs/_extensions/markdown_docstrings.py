@@ -31,7 +31,7 @@ def path_of(name: str, page: str) -> str | None:
 
 
 def inline(text: str, page: str, parameters: set[str]) -> str:
-    """Translates code and bold text. RST does not nest them, so bold text is split."""
+    """Translates code, bold text, which RST does not nest, and addresses of pages."""
     codes = []
 
     def stash(match: re.Match[str]) -> str:
@@ -49,6 +49,7 @@ def inline(text: str, page: str, parameters: set[str]) -> str:
     text = re.sub(r"(?<!\S)\*\*(?=\S)([^*]+)\*\*", split, text)
     # RST ends code only before a space or a sign; `\ ` is an invisible one.
     text = re.sub(r"(\0\d+\0)(?=\w)", r"\1\\ ", text)
+    text = re.sub(rf"{SITE}([\w/]+)\.html", r":doc:`/\1`", text)  # With its title.
     return re.sub(r"\0(\d+)\0", lambda match: codes[int(match[1])], text)
 
 
@@ -156,6 +157,7 @@ def resolve(
 
 
 PATHS = set(public_paths())
+SITE = r"https://[\w-]+\.github\.io/optax_lossscale/"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

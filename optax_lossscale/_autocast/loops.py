@@ -70,6 +70,8 @@ def save_products(primitive: core.Primitive, *avals: Any, **params: Any) -> bool
     the backward pass. Outside of `autocast`, the products of float16 or bfloat16 arrays
     are saved.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
+
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
       >>> @ols.autocast

@@ -31,6 +31,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     Decorate the function, or call `full_precision(fun)(x)`.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
+
     Args:
       fun: Any function, such as a layer or a loss; as a decorator, also a method.
 
@@ -69,6 +71,8 @@ def low_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
       number beyond the range becomes infinite, so pass a mask as booleans.
     * *Gradients* of inputs are computed in the low dtype and then cast to float32. So
       pass activations, and keep products with weights outside.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
 
     Args:
       fun: Any function; as a decorator, also a method.

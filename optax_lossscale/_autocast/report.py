@@ -42,6 +42,8 @@ def autocast_report(fun: Callable[..., PyTree], *args: Any, **kwargs: Any) -> No
     * `why` says for what reason a product stays as it is written.
     * `where` is the line of your code that called for it.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
+
     Args:
       fun: A function that `autocast` returned, perhaps jitted, or that calls one. For
         any other function, the report shows what `autocast(fun)` would do. For another

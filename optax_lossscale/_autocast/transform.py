@@ -78,7 +78,7 @@ def autocast(
     * *Modules* of Flax and Equinox may be `fun` or arguments. `fun` may be a method.
       The result is a function without parameters: keep the module itself to train it.
 
-    `docs/guides/autocast.md` explains levels, loops and pitfalls.
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
 
     Args:
       fun: A pure function of pytrees, which may change Flax modules. Arguments that are

@@ -35,6 +35,8 @@ def cast_params(
 
         x.astype(dtype)  for every float32, float16 or bfloat16 leaf x that is not kept
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/half_precision_parameters.html
+
     Args:
       params: A pytree of arrays of any shape, such as the parameters of Flax, Haiku or
         Equinox, or a module. `jax.ShapeDtypeStruct` leaves are cast like arrays, and

@@ -29,12 +29,12 @@ def master_weights(
         m      = m + u
         update = round(m) - params        so that params + update = round(m)
 
-    Add the updates with `optax.apply_updates`. Equinox's `apply_updates` makes the
-    parameters float32, so after each step cast the model back:
-    `cast_params(eqx.apply_updates(model, updates))`, with the same `dtype` and `keep`
-    as at the start. Nothing else may change the updates: schedules and clips go inside.
-    If something else changes a half-precision parameter, the next update sets it back
-    to its master. `optax.tree.get(opt_state, "master_params")` returns the masters.
+    Add the updates with `optax.apply_updates` (Equinox's makes the parameters float32).
+    Nothing else may change the updates: schedules and clips go inside. If something
+    else changes a half-precision parameter, the next update sets it back to its master.
+    `optax.tree.get(opt_state, "master_params")` returns the masters.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/half_precision_parameters.html
 
     Args:
       inner: Any Optax optimizer. It sees the masters, and the gradients in float32.

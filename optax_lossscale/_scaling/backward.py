@@ -49,6 +49,8 @@ def scaled_backward(
     All arguments and all results are treated alike, whatever is differentiated. What
     `fun` closes over is not: its gradients come out scaled.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/trainers.html
+
     Args:
       fun: A function of any pytrees that returns a loss, or any pytree of arrays from
         which a loss is computed. It may be given modules of `flax.nnx`, and what it

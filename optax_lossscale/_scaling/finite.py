@@ -21,6 +21,8 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Array:
 
         all_finite(tree) = all(isfinite(x) for every entry x of every leaf)
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/without_optax.html
+
     Args:
       tree: Leaves of any dtype and shape. An empty tree is finite, and so is
         every leaf that is not floating.
@@ -47,6 +49,8 @@ def max_magnitude(tree: PyTree, *, axis_name: AxisName | None = None) -> jax.Arr
     NaN becomes infinity before the reduction, because a maximum over devices
     drops NaN. The magnitude of a complex entry is that of its larger part. A finite
     float64 beyond float32's range counts as `finfo(float32).max`.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
 
     Args:
       tree: Leaves of any dtype and shape. An empty tree has magnitude 0, and so

@@ -50,6 +50,8 @@ def scaled_value_and_grad(
     * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
       also Python floats. All other leaves are held fixed, and get None as gradients.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/flax_and_equinox.html
+
     Args:
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair
         of the loss and auxiliary data.
@@ -102,6 +104,8 @@ def scaled_grad(
         grads = d(widen(fun(x)) * s) / dx
 
     `scaled_value_and_grad` returns the loss too, and has the details.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/several_losses.html
 
     Args:
       fun: A function that returns a scalar floating loss, or with `has_aux=True` a pair

@@ -73,7 +73,7 @@ def headroom_loss_scale(
       zero, `recent` is forgotten. From then on each such step divides the peak by
       `2**4` or, if there is no peak, multiplies the scale by `2**4`.
 
-    `docs/guides/choosing_a_rule.md` compares this rule with the others.
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
 
     Args:
       init_scale: First scale, dimensionless, rounded down to a power of two. It may lie

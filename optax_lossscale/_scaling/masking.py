@@ -29,6 +29,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
         optimizer.update(model, grads)
         where_applied(optimizer, model, old)
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/batch_statistics_and_dropout.html
+
     Args:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.

@@ -35,11 +35,12 @@ def loss_scale_metrics(
 
     Call it inside or outside `jit`, or collect its values with `lax.scan`: it is pure,
     and neither waits for the device nor sends it anything. Outside `jit` most values
-    are arrays of the state: read them before a step that donates it. For JSON, turn the
-    arrays into numbers: `json.dumps(jax.tree.map(lambda x: x.tolist(), metrics))`.
+    are arrays of the state: read them before a step that donates it.
 
         skip_rate = total_notfinite / step_count    (0 before the first step)
         grad_norm = norm(unscale(grads, tree))      (if `grads` are given)
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/logging.html
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
@@ -104,9 +105,9 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
         raise if notfinite_count >= max_consecutive
 
     The default scale reaches its floor after 39 overflows in a row, so after 50 the
-    scale is no longer the cause. Batches that overflow at every scale bring it to the
-    floor too, if they come more often than the scale grows. Not every step is skipped
-    then, but most float16 gradients are zero.
+    scale is no longer the cause.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/logging.html
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`. If its counts are arrays

@@ -37,9 +37,10 @@ class LossScale(NamedTuple):
     """A rule, which says how the loss scale changes from step to step.
 
     Pass it to `loss_scaled`. Functions such as `dynamic_loss_scale` make rules. To
-    write your own, make one from two pure functions, as
-    `docs/guides/write_your_own_rule.md` shows. To change its settings, make a new rule,
-    and continue with the old state. Its `repr` shows the call that made it.
+    write your own, make one from two pure functions. To change its settings, make a new
+    rule, and continue with the old state. Its `repr` shows the call that made it.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/write_your_own_rule.html
 
     Attributes:
       init: `init() -> LossScaleState`. Every field is a strongly typed array with a
@@ -186,6 +187,8 @@ def dynamic_loss_scale(
 
     `h` starts at `hysteresis` and is refilled as `hysteresis_refill` says.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
+
     Args:
       init_scale: First scale, dimensionless. It may lie outside the bounds: the cap
         applies from the first growth on, and the floor from the first backoff on. A
@@ -309,6 +312,8 @@ def static_loss_scale(scale: float, *, skip_nonfinite: bool = True) -> LossScale
     and only `step_count` changes. A restored state keeps the scale that it was saved
     with.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
+
     Args:
       scale: The loss scale, dimensionless, from `2**-126` to `2**126`.
       skip_nonfinite: Whether to check, skip and count nonfinite steps.
@@ -343,6 +348,8 @@ def no_loss_scale() -> LossScale:
     Use `loss_scaled(optimizer, no_loss_scale())` to run in float32 or bfloat16 the same
     training loop that runs in float16 with a loss scale. The inner optimizer is called
     as if it stood alone: `update` compiles to the bare program, and a count of steps.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
 
     Returns:
       A `LossScale`; its `rule_state` is empty. `set_loss_scale` refuses its state.

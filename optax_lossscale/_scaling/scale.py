@@ -27,6 +27,8 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
     where `widen` casts dtypes narrower than float32 to float32, because the product
     would overflow in float16: a loss of 3 times a scale of `2**15` is infinity there.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/without_optax.html
+
     Args:
       tree: Usually a scalar loss. Floating leaves may have any shape; all other
         leaves are returned unchanged.
@@ -80,6 +82,8 @@ def unscale(tree: PyTree, state: PyTree, *, mask: Mask = None) -> PyTree:
     because float16 would flush the small quotients to zero. The reciprocal is exact if
     the scale is a power of two; with any other scale the result may be rounded once
     more than a division would be.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/without_optax.html
 
     Args:
       tree: Gradients of a scaled loss. Floating leaves may have any shape; all other

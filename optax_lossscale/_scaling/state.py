@@ -20,9 +20,7 @@ def find_loss_scale_state(tree: PyTree, *, path: str | None = None) -> LossScale
     `opt_state` (whose wrapped arrays are unwrapped), or a `LossScaleState` itself. The
     state is found by its type, never by a field name.
 
-    The gradients of one loss have one scale: to train several models on one loss, wrap
-    one optimizer of them all. With two, the scales differ after the first overflow of
-    only one of them.
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/several_losses.html
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.
@@ -85,6 +83,8 @@ def get_loss_scale(tree: PyTree) -> jax.Array:
     For `no_loss_scale()` the result is the constant 1, so that a compiled program
     multiplies by nothing.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/logging.html
+
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`.
 
@@ -120,6 +120,8 @@ def set_loss_scale(
 
     The tree is not changed in place, so use the result; for an `nnx.Optimizer`,
     `optimizer.opt_state = set_loss_scale(optimizer.opt_state, 8.0)`.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/checkpoints.html
 
     Args:
       tree: Any pytree that holds exactly one `LossScaleState`, or one at `path`.

@@ -72,9 +72,11 @@ def loss_scaled(
     A skipped step changes no bit of parameters and inner state. It prints nothing, so
     call `raise_if_stalled(opt_state)` now and then. State elsewhere, such as batch
     statistics, is not protected: keep it with `where_applied`. Clipping, weight decay
-    and accumulation go inside: see `docs/guides/accumulation_and_clipping.md`. The
-    gradients, parameters and moments inside, and the updates, are float32 or wider
-    (under `no_loss_scale`, as they are without this wrapper).
+    and accumulation go inside. The gradients, parameters and moments inside, and the
+    updates, are float32 or wider (under `no_loss_scale`, as they are without this
+    wrapper).
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/accumulation_and_clipping.html
 
     Args:
       inner: The optimizer. None makes a link for `optax.chain`, which zeroes the
@@ -227,19 +229,15 @@ def adopt_inner_state(
 
     First restore what was saved into a target of `inner` alone, and adopt it then.
     `flax.training.checkpoints` restores it into a loss-scaled target without an error,
-    with moments and counts of zero. A whole `TrainState` and an `nnx.Optimizer` become
-
-        state.replace(tx=tx, opt_state=adopt_inner_state(state.opt_state))
-        optimizer.opt_state = optimizer.opt_state._replace(inner_state=old.opt_state)
-
-    where `tx` is loss-scaled, `optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)`,
-    and `old` is the restored optimizer.
+    with moments and counts of zero.
 
     If the parameters are in half precision, so is a state that was saved without loss
     scaling. First cast it to the dtypes that `loss_scaled` uses:
 
         new = loss_scaled(inner, loss_scale).init(params).inner_state
         inner_state = jax.tree.map(lambda m, n: m.astype(n.dtype), inner_state, new)
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/checkpoints.html
 
     Args:
       inner_state: State of the inner optimizer.

@@ -63,10 +63,9 @@ class DynamicScale(struct.PyTreeNode):
         select = functools.partial(jnp.where, finite)
         opt_state = jax.tree.map(select, new.opt_state, old.opt_state)
 
-    On a CPU these selects take several times as long as the optimizer; `loss_scaled`
-    does not need them, and `to_state` carries a run over to it. The scale follows
-    `presets.flax`. While it is a power of two, all numbers are those of Flax to the
-    bit. Checkpoints can be restored from either class into the other. They hold
+    `loss_scaled` needs no selects, and `to_state` carries a run over to it. The scale
+    follows `presets.flax`. While it is a power of two, all numbers are those of Flax to
+    the bit. Checkpoints can be restored from either class into the other. They hold
     `fin_steps` and `scale`, and the settings are those of the target.
 
     **Departures** where Flax is wrong:
@@ -84,6 +83,8 @@ class DynamicScale(struct.PyTreeNode):
     * Settings are Python numbers in the ranges of `presets.flax`. So a `growth_factor`
       of 1 is refused. (To keep the scale, pass `growth_interval=2**31 - 1`, and the
       same number as `scale` and `minimum_scale`.)
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/flax_and_jmp.html
 
     Attributes:
       growth_factor: As in `presets.flax`. Like all settings, it is not a leaf.

@@ -70,7 +70,9 @@ def loss_scale_optimizer(
 
     **With `dynamic=False` or `loss_scale_factor` nothing is checked**: NaN and infinity
     reach the parameters, as in Keras. Freeze parameters inside this wrapper, so that
-    there is one scale. `docs/migration/keras.md` shows each option beside Keras's.
+    there is one scale.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/keras.html
 
     Args:
       inner_optimizer: The optimizer: anything with `init` and `update`.
@@ -202,6 +204,8 @@ def ema_params(opt_state: PyTree, *, path: str | None = None) -> PyTree:
 
         a = ema_momentum * a + (1 - ema_momentum) * params
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/keras.html
+
     Args:
       opt_state: State of a `loss_scale_optimizer` with `use_ema=True`, or any pytree
         that holds exactly one, or one at `path`.
@@ -247,6 +251,8 @@ def finalize_params(
     Call it after the last step, as Keras's `fit` calls `finalize_variable_values`
     after the last epoch. For an NNX model:
     `nnx.update(model, finalize_params(nnx.state(model, nnx.Param), optimizer))`.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/keras.html
 
     Args:
       params: The parameters, floating leaves of any shape.

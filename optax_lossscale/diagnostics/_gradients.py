@@ -73,6 +73,8 @@ def gradient_errors(
     float32, where `autocast` changes nothing and half-precision arguments are cast to
     float32. Nothing is trained, and no module is changed.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
+
     Args:
       fun: A function that returns a loss, or a tuple or list that begins with one. If
         it is under `autocast`, or calls a function that is, it runs as it is. Otherwise
@@ -176,6 +178,8 @@ def print_gradient_errors(
 
     The worst have the largest share of nonfinite entries, and then the largest relative
     error, or share of entries flushed to zero.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
 
     Args:
       errors: What `gradient_errors` returned, or a part of it.

@@ -322,6 +322,8 @@ def first_nonfinite(operations: Iterable[Operation]) -> Operation | None:
     scale helps; else look at its line. Infinities that a program writes itself, as a
     mask, do not count.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
+
     Args:
       operations: What `trace_operations` returned, or a part of it.
 

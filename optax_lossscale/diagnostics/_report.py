@@ -26,11 +26,10 @@ def print_operation_report(
     share of their entries to zero, or made the largest error. Operations that only pass
     on what they received, or make no more error than a few roundings do, are left out.
 
-    The columns are attributes of `Operation`: `largest` is the largest magnitude,
-    `nonfinite` counts the NaN and infinite entries, `underflow` is the share of entries
-    flushed to zero, `error` the relative difference from float32, and `headroom` the
-    bits between the float32 result and the largest number of the dtype. To leave a
-    product in float32, pass its line in `where` to `autocast` in `high`.
+    The columns are attributes of `Operation`. To leave a product in float32, pass its
+    line in `where` to `autocast` in `high`.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
 
     Args:
       operations: What `trace_operations` returned, or a part of it.

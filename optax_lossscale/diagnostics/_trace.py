@@ -73,6 +73,8 @@ def trace_operations(
     bits is also computed in float32, from the operands before `autocast` rounded them.
     So `error` and `underflow` are what this one operation loses.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
+
     Args:
       fun: A function that returns a loss, or a tuple or list that begins with one. If
         it is under `autocast`, or calls a function that is, it runs as it is. Otherwise

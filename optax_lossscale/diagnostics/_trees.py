@@ -43,6 +43,8 @@ def nonfinite_report(tree: PyTree) -> dict[str, dict[str, Any]]:
 
     Call it on the gradients of a skipped step, or on a model's intermediate values.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
+
     Args:
       tree: Any pytree.
 
@@ -74,6 +76,8 @@ def print_nonfinite_report(tree: PyTree, *, file: TextIO | None = None) -> None:
     """Prints a line for each leaf with NaN or infinite entries, worst leaf first.
 
     Call it outside `jit`. The worst leaf has the largest share of nonfinite entries.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/debugging_a_skipped_step.html
 
     Args:
       tree: Any pytree, or a report that `nonfinite_report` returned. Its arrays must be
@@ -123,6 +127,8 @@ def exponent_histogram(
     `plotting.plot_exponent_histogram`.
 
         counts[i] = number of entries x with floor(log2(abs(x))) == exponents[i]
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/do_i_need_this.html
 
     Args:
       tree: Any pytree.
@@ -174,6 +180,8 @@ def underflow_fraction(
 
     where `x` runs over all finite entries other than 0.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/do_i_need_this.html
+
     Args:
       tree: Any pytree, usually gradients in float32.
       scale: `f32[]`, dimensionless, from `2**-126` to `2**126`. Entries are multiplied
@@ -222,6 +230,8 @@ def headroom_bits(
 
         headroom_bits = log2(finfo(dtype).max / (max(abs(tree)) * scale))
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
+
     Args:
       tree: Any pytree, usually unscaled gradients. Under `autocast` the gradients of
         parameters are computed in float32, so look at those of activations, which can
@@ -258,6 +268,8 @@ def suggest_init_scale(
     Pass it to a rule: `dynamic_loss_scale(float(suggest_init_scale(grads)))`.
 
         suggest_init_scale = 2**floor(headroom_bits(tree, dtype=dtype) - margin_bits)
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/choosing_a_rule.html
 
     Args:
       tree: Unscaled gradients of a typical batch, in float32.

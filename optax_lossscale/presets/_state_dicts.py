@@ -32,6 +32,8 @@ def from_torch_state_dict(
     If the tracker is already beyond the interval, the scale grows on the next finite
     step. (In PyTorch it would not grow before an overflow resets the tracker.)
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/pytorch.html
+
     Args:
       state_dict: The five entries of PyTorch, each a number or an array with one entry.
         It is empty for a scaler with `enabled=False`.
@@ -96,6 +98,8 @@ def to_torch_state_dict(
         {"scale": s, "_growth_tracker": growth_count, ...the settings}
 
     The hysteresis and the counts of skipped steps are dropped.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/pytorch.html
 
     Args:
       state: A `LossScaleState` of a rule that counts as PyTorch does (`presets.torch`,

@@ -58,6 +58,8 @@ def torch(
 
     With `enabled=False` it is `no_loss_scale()`, and the other settings are ignored.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/pytorch.html
+
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.torch(8.0, growth_interval=1)
@@ -86,7 +88,9 @@ def apex(
     cap raises `ValueError`.
 
     Departure: apex adjusts its scale once for each loss, this rule once in each step.
-    With several losses, keep one state for each, as in `docs/migration/apex.md`.
+    With several losses, keep one state for each.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -119,6 +123,8 @@ def megatron(
     nonfinite step backs off until the scale has grown, that is, until `growth_interval`
     finite steps in a row have passed. (Megatron's docstring says that only consecutive
     nonfinite steps count, but its code counts as here.)
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -164,10 +170,7 @@ def deepspeed(
     step, and then every `scale_window` finite steps. (Before its pull request 6976 of
     June 2025, DeepSpeed's first growth was not late. `presets.megatron` is that rule.)
 
-    In the `fp16` section of DeepSpeed's JSON file, `initial_scale_power` is
-    `log2(init_scale)`, `loss_scale_window` is `scale_window`, `min_loss_scale` is
-    `min_scale`, `hysteresis` is `delayed_shift`, and a `loss_scale` other than 0 makes
-    `static_loss_scale`.
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -197,6 +200,8 @@ def keras(
 
     R's `optimizer_loss_scale` has the same rule. The whole signature, over any Optax
     optimizer, is that of `optax_lossscale.loss_scale_optimizer`.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/keras.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -229,6 +234,8 @@ def tf_keras(
 
     Departure: on a skipped step tf.keras counts an iteration, so schedules and Adam's
     bias correction advance. Here nothing in the inner optimizer does.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -268,6 +275,8 @@ def mindspore_fixed(
     Departure: `loss_scaled` unscales the gradients with either setting. In MindSpore,
     with `drop_overflow_update=False`, the optimizer does, by a `loss_scale` of its own.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
+
     Example:
       >>> import optax_lossscale as ols
       >>> ols.presets.mindspore_fixed(1024.0, drop_overflow_update=False).skips
@@ -292,6 +301,8 @@ def mindspore_dynamic(
 
     Departure: MindSpore accepts a `scale_factor` of 1 or less, which would exchange
     growth and backoff; here it is refused.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -331,6 +342,8 @@ def flax(
     `axis_name` of `loss_scaled`, devices share only whether the step is finite. If a
     restored count already exceeds `growth_interval`, the scale still grows here.
 
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/flax_and_jmp.html
+
     Example:
       >>> import optax_lossscale as ols
       >>> rule = ols.presets.flax(8.0, growth_interval=1)
@@ -366,6 +379,8 @@ def jmp(
 
     Departure: jmp loses its `min_loss_scale` in every `jit` and `tree_map` (see jmp's
     pull request 44). This is the rule that jmp intends.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/flax_and_jmp.html
 
     Example:
       >>> import optax_lossscale as ols
@@ -404,12 +419,14 @@ def fairseq(
                     if o / r >= tolerance:
                         s = max(s / scale_factor, threshold), r = o = 0
 
-    `tolerance` is from 0 to 1, and `min_loss_scale` at least 0. The options of the
-    command line have other defaults: see `docs/migration/fairseq.md`.
+    `tolerance` is from 0 to 1, and `min_loss_scale` at least 0. The command line has
+    other defaults.
 
     Departure: if backoff would take `s` to `min_loss_scale` or below, fairseq puts back
     the previous scale and raises an error. This rule keeps the previous scale and
     continues to skip nonfinite steps, which `notfinite_count` counts.
+
+    Guide: https://optax-lossscale.github.io/optax_lossscale/migration/other_systems.html
 
     Example:
       >>> import optax_lossscale as ols

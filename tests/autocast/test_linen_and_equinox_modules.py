@@ -1,4 +1,4 @@
-"""Modules of docs/guides/linen.md and equinox.md, as functions and as arguments."""
+"""Modules of docs/guides/flax_and_equinox.md, as functions and as arguments."""
 
 import functools
 

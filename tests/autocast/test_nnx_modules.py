@@ -1,4 +1,4 @@
-"""Modules of `flax.nnx`: what a call changes reaches them (docs/guides/nnx.md).
+"""Modules of `flax.nnx` keep what a call changes (docs/guides/flax_and_equinox.md).
 
 The expected values are those of the same program in float32, run by Flax alone.
 """

@@ -1,8 +1,6 @@
-"""Keras 3 on JAX: the programs of docs/migration/keras.md and of docs/frameworks.md."""
+"""Keras 3 on JAX: programs in examples/frameworks, and Keras's own loss scaling."""
 
-import contextlib
 import functools
-import io
 import os
 import re
 
@@ -10,70 +8,54 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import jax.numpy as jnp
 import keras
-import matplotlib.pyplot as plt
 import numpy as np
-import optax
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.files import ROOT
-from helpers.pages import run_section
+from helpers.pages import run_program
 from helpers.steps import assert_nothing_but_the_scale_changed
 from helpers.under_autocast import dtypes_of
 
-
-@functools.cache
-def run(page, heading):
-    """What the programs of a section define and print."""
-    policy = keras.config.dtype_policy()
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        names = run_section(page, heading)
-    keras.config.set_dtype_policy(policy)
-    plt.close("all")
-    return names, output.getvalue()
+run = functools.cache(run_program)
 
 
-def migration():
-    return run("docs/migration/keras.md", "A Keras 3 model")
+def test_a_step_that_keras_skips_changes_averages_and_metrics():
+    # docs/migration/keras.md, "A Keras 3 model".
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization()])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", metrics=["mae"])
+    metrics = model.train_on_batch(np.full((4, 3), np.nan), np.zeros((4, 3)))
+    assert optimizer.dynamic_scale == 2.0**14
+    assert np.isnan(metrics).all()
+    assert np.isnan(model.non_trainable_variables[0].numpy()).all()
+    assert np.isfinite(model.trainable_variables[0].numpy()).all()
 
 
-def test_the_model_of_the_page_learns_and_has_the_scales_of_keras_in_every_step():
-    names, output = migration()
-    scales = names["scales"]
-    assert scales == names["read_scale"].scales
-    assert "equal in every step: True" in output
-    assert set(np.diff(np.log2(scales))) == {-1.0, 0.0, 1.0}
-    before, after = re.findall(r"Keras (0\.\d+), here (0\.\d+)", output)
-    assert min(map(float, before)) > 0.85
-    # A NaN spoils only the model of Keras.
-    assert float(after[0]) < 0.2
-    assert after[1] == before[1]
-    assert names["keras_optimizer"].dynamic_scale == scales[-1] / 2
-    # Layers compute in the precision of their policies.
-    model = names["new_model"]()
-    variables = model.trainable_variables, model.non_trainable_variables
-    args = *map(names["values"], variables), *names["train"]
-    assert dtypes_of(names["loss_fn"], *args) == ["float16", "float32"]
+def test_a_jitted_loop_with_the_scale_loss_of_keras_unscales_by_another_scale():
+    # docs/migration/keras.md, "What behaves differently"; keras #19244.
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    params = jnp.ones(2)
+    optimizer.build([keras.Variable(params)])
+
+    @jax.jit
+    def step(params, state, factor):
+        def loss_fn(params):
+            return optimizer.scale_loss(factor * jnp.sum(params))
+
+        grads = [jax.grad(loss_fn)(params)]
+        (params,), state = optimizer.stateless_apply(state, grads, [params])
+        return params, state
+
+    state = [variable.value for variable in optimizer.variables]
+    for factor, change in [(1.0, 1.0), (jnp.inf, 0.0), (jnp.inf, 0.0), (1.0, 4.0)]:
+        new, state = step(params, state, factor)
+        np.testing.assert_array_equal(params - new, [change, change])
+        params = new
 
 
-def test_a_nan_batch_changes_no_variable_of_the_page_except_the_seed():
-    names, _ = migration()
-    model, opt_state, counts = (names[key] for key in ("model", "opt_state", "counts"))
-    trainable = names["values"](model.trainable_variables)
-    non_trainable = names["values"](model.non_trainable_variables)
-    new_trainable, new_non_trainable, new_state, new_counts, loss = names["step"](
-        trainable, non_trainable, opt_state, counts, names["bad_x"], names["y"]
-    )
-    assert np.isnan(loss)
-    (*averages, seed), (*new_averages, new_seed) = non_trainable, new_non_trainable
-    new = [new_trainable, new_averages, new_counts]
-    old = [trainable, averages, counts]
-    assert_nothing_but_the_scale_changed((new, new_state), (old, opt_state))
-    np.testing.assert_array_equal(new_seed, seed + np.array([0, 1], seed.dtype))
-
-
-def test_the_block_learns_with_float16_products_and_assigns_its_values_to_the_model():
-    names, _ = run("docs/frameworks.md", "Keras 3")
+def test_the_loop_learns_with_float16_products_and_assigns_its_values_to_the_model():
+    names = run("keras_loop")
     assert names["loss"] < 0.1
     trainable, non_trainable, _ = names["state"]
     args = trainable, non_trainable, names["images"], names["labels"]
@@ -83,27 +65,8 @@ def test_the_block_learns_with_float16_products_and_assigns_its_values_to_the_mo
     assert_same_bits([v.value for v in model.non_trainable_variables], non_trainable)
 
 
-def test_the_loop_that_answers_keras_19244_learns_the_parameters_of_ours():
-    heading = "keras #19244: `LossScaleOptimizer` in a loop of your own"
-    names, _ = run("docs/for_maintainers.md", heading)
-    assert names["loss"] < 0.05 * jnp.mean(names["y"] ** 2)
-    tx = ols.loss_scale_optimizer(optax.sgd(0.1))
-    trainable, opt_state = names["start"], tx.init(names["start"])
-
-    @jax.jit
-    def step(trainable, opt_state):
-        grad_fn = ols.scaled_value_and_grad(names["mean_squared_error"], opt_state)
-        updates, opt_state = tx.update(grad_fn(trainable)[1], opt_state, trainable)
-        return optax.apply_updates(trainable, updates), opt_state
-
-    for _ in range(20):
-        trainable, opt_state = step(trainable, opt_state)
-    for ours, theirs in zip(trainable, names["variables"][0], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-
-
-def test_a_nan_batch_changes_no_variable_of_the_block():
-    names, _ = run("docs/frameworks.md", "Keras 3")
+def test_a_nan_batch_changes_no_variable_of_the_loop():
+    names = run("keras_loop")
     *old, opt_state = names["state"]
     bad = names["images"].at[0, 0].set(jnp.nan)
     *new, new_state, _ = names["step"](*names["state"], bad, names["labels"])
@@ -111,11 +74,11 @@ def test_a_nan_batch_changes_no_variable_of_the_block():
 
 
 def fitted():
-    return run("docs/frameworks.md", "Keras 3 with `fit`")[0]
+    return run("keras_fit")
 
 
 def new_model(kind):
-    """The model of the page from new weights: in float32, low, or scaled inside."""
+    """The model of the program from new weights: in float32, low, or scaled inside."""
     keras.utils.set_random_seed(0)
     model = keras.models.clone_model(fitted()["model"])
     optimizer = keras.optimizers.Adam(1e-2)

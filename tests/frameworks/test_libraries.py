@@ -1,4 +1,4 @@
-"""The programs for Haiku, NumPyro, FlowJAX and others, and what is said of them."""
+"""Haiku, NumPyro, FlowJAX, solvers and others: programs in examples/frameworks."""
 
 import functools
 import os
@@ -14,18 +14,15 @@ import pytest
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
 from helpers.files import ROOT
-from helpers.pages import run_section
+from helpers.pages import run_program
 from helpers.steps import assert_nothing_but_the_scale_changed
 from helpers.under_autocast import dtypes_of
 
-
-@functools.cache
-def section(heading):
-    return run_section("docs/frameworks.md", heading)
+run = functools.cache(run_program)
 
 
 def haiku():
-    names = section("Haiku")
+    names = run("haiku_convnet")
     return names, names["carry"], names["images"].at[0, 0].set(jnp.nan)
 
 
@@ -45,14 +42,14 @@ def test_haiku_keeps_parameters_moments_and_its_state_after_a_nan():
 
 
 def test_numpyro_finds_the_weights_with_products_in_float16():
-    names = section("NumPyro")
+    names = run("numpyro_svi")
     assert set(dtypes_of(names["predict"], names["x"], jnp.ones(16))) == {"float16"}
     weights = names["svi"].get_params(names["state"])["w_auto_loc"]
     np.testing.assert_allclose(weights, jnp.linspace(-1, 1, 16), atol=0.05)
 
 
 def test_numpyro_keeps_the_guide_after_a_nan():
-    names = section("NumPyro")
+    names = run("numpyro_svi")
     old, svi, size = names["state"], names["svi"], names["BATCH"]
     bad = names["x"][:size].at[0, 0].set(jnp.nan)
     new, loss = names["step"](old, bad, names["y"][:size])
@@ -64,7 +61,7 @@ def test_numpyro_keeps_the_guide_after_a_nan():
 
 
 def test_numpyro_warns_of_a_dynamic_loss_scale_which_it_does_not_know():
-    names = section("NumPyro")
+    names = run("numpyro_svi")
     svi, tx = names["svi"], ols.loss_scaled(optax.adam(3e-2))
     svi = names["SVI"](svi.model, svi.guide, tx, svi.loss)
     with pytest.warns(UserWarning, match="computed without it"):
@@ -72,7 +69,7 @@ def test_numpyro_warns_of_a_dynamic_loss_scale_which_it_does_not_know():
 
 
 def test_penzai_keeps_parameters_and_moments_after_a_nan():
-    names = section("Penzai")
+    names = run("penzai_trainer")
     trainer, x, y = names["trainer"], names["x"], names["y"]
     assert names["metrics"]["loss"] < 0.2 * jnp.var(y)
     freeze = names["pz"].freeze_params  # Arrays in place of variables.
@@ -88,7 +85,7 @@ def test_penzai_keeps_parameters_and_moments_after_a_nan():
 
 
 def test_flowjax_learns_and_keeps_the_flow_if_all_batches_are_nan():
-    names = section("FlowJAX")
+    names = run("flowjax_fit")
     losses = names["losses"]["train"]
     assert losses[-1] < losses[0] - 0.5
     flow, losses = names["fit_to_data"](
@@ -111,9 +108,11 @@ def eqx_arrays(tree):
     return eqx.filter(tree, eqx.is_array)
 
 
-def check_optimistix():
+def check_solvers():
     """Runs in a process of its own, in which Equinox has not been imported."""
-    names = section("Optimistix")
+    names = run("optimistix_root")
+    import lineax  # It imports Equinox.
+
     params, opt_state, x, y = (
         names[name] for name in ("params", "opt_state", "x", "y")
     )
@@ -144,6 +143,16 @@ def check_optimistix():
     low = ols.autocast(jax.vmap(unmarked, (None, 0)))
     assert np.isnan(low(params["inner"], drive)).any()
 
+    # Diffrax, odeint and Lineax end no run either.
+    names = run("solver_steps")
+    bad = [jnp.nan * w for w in names["weights"]]
+    for solver in (names["by_diffrax"], names["by_odeint"]):
+        solve = functools.partial(solver, 1e-3, names["field"])
+        grads = jax.jit(jax.grad(lambda w, solve=solve: solve(w)[-1].sum()))(bad)
+        assert not ols.all_finite(grads)
+    matrix = lineax.MatrixLinearOperator(bad[0])
+    assert np.isnan(jax.jit(lineax.linear_solve)(matrix, names["y0"]).value).all()
+
     # A solver that is the training loop.
     loss = ols.scaled_backward(ols.autocast(lambda z: ((z - 1) ** 2).sum()), 2.0**10)
     tx = ols.loss_scaled(optax.sgd(0.1), ols.static_loss_scale(1.0))
@@ -152,10 +161,10 @@ def check_optimistix():
     np.testing.assert_allclose(found.value, 1, atol=0.01)
 
 
-def test_optimistix_skips_what_a_solver_cannot_solve():
+def test_a_step_is_skipped_if_a_solver_cannot_solve():
     folders = ROOT / "tests", ROOT / "tests" / "frameworks"
     path = os.pathsep.join(map(str, folders))
-    command = "import test_libraries; test_libraries.check_optimistix()"
+    command = "import test_libraries; test_libraries.check_solvers()"
     done = subprocess.run(
         [sys.executable, "-c", command],
         env=os.environ | {"PYTHONPATH": path},
@@ -166,8 +175,15 @@ def test_optimistix_skips_what_a_solver_cannot_solve():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_diffrax_raises_an_error_for_a_nan_unless_equinox_is_told_not_to():
+    names = run("solver_steps")  # It prints how many steps are made.
+    bad = [jnp.nan * w for w in names["weights"]]
+    with pytest.raises(Exception, match="maximum number of solver steps was reached"):
+        names["by_diffrax"](1e-3, names["field"], bad)
+
+
 def test_a_module_of_haiku_and_a_model_of_numpyro_must_not_be_under_autocast():
-    hk, names = section("Haiku")["hk"], section("NumPyro")
+    hk, names = run("haiku_convnet")["hk"], run("numpyro_svi")
     svi, x, y = names["svi"], names["x"], names["y"]
     net = hk.transform(lambda x: ols.autocast(hk.Linear(2))(x))
     with pytest.raises(jax.errors.UnexpectedTracerError, match="JAX transform"):

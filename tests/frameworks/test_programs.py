@@ -1,6 +1,7 @@
-"""Reinforcement learning, diffusion and sharding, as docs/frameworks.md shows them."""
+"""Reinforcement learning, diffusion and sharding: programs in examples/frameworks."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -12,12 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, bits
-from helpers.pages import run_section
+from helpers.files import ROOT
+from helpers.pages import run_program
 from helpers.steps import assert_nothing_but_the_scale_changed
 from helpers.under_autocast import dtypes_of
 
 KEY = jax.random.key(7)
-run = functools.cache(functools.partial(run_section, "docs/frameworks.md"))
+run = functools.cache(run_program)
+
+
+def test_a_page_shows_each_program_and_no_other():
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    shown = re.findall(r"^```{literalinclude} \S*examples/frameworks/(.*)", pages, re.M)
+    names = [path.name for path in (ROOT / "examples" / "frameworks").glob("*.py")]
+    assert sorted(shown) == sorted(names)
 
 
 def spoiled(x):
@@ -42,7 +51,7 @@ def assert_changed(new, old):
 
 
 def ppo():
-    names = run("PPO with Distrax")
+    names = run("ppo_distrax")
     net, state = names["net"], names["state"]
     x = jax.random.normal(KEY, (64, 2))
     policy, value = net.apply(state.params, x)
@@ -73,7 +82,7 @@ def test_ppo_has_low_products_and_float32_log_probabilities():
 
 
 def test_a_diagonal_normal_works_inside_a_decorated_loss():
-    distrax, x = run("PPO with Distrax")["distrax"], jax.random.normal(KEY, (8, 2))
+    distrax, x = run("ppo_distrax")["distrax"], jax.random.normal(KEY, (8, 2))
 
     def loss_fn(w):
         normal = distrax.MultivariateNormalDiag(x @ w, jnp.ones((8, 2)))
@@ -88,8 +97,8 @@ def test_a_diagonal_normal_works_inside_a_decorated_loss():
 
 @functools.cache
 def td3():
-    """The block's step, its state before a step that moves the targets, and a batch."""
-    names = run("Target networks: DQN and TD3")
+    """The step, its state before a step that moves the targets, and a batch."""
+    names = run("td3")
     critics, actor, batch = names["critics"], names["actor"], names["batch"]
     critics, actor, _ = names["step"](critics, actor, *batch)
     assert critics.step % 2 == 1
@@ -97,7 +106,7 @@ def td3():
 
 
 def test_td3_learns():
-    names = run("Target networks: DQN and TD3")
+    names = run("td3")
     untrained = names["critics"].replace(params=initial_critics(names))
     args = untrained, names["actor"], *names["batch"]
     first = names["critic_loss"](untrained.params, *args)
@@ -149,7 +158,7 @@ def test_a_periodic_copy_needs_no_where_applied():
 
 
 def test_diffusion_learns_and_samples_from_the_average():
-    names = run("Diffusion with an average of the parameters")
+    names = run("diffusion")
     x, t = jnp.zeros((1, 2)), jnp.zeros((1, 1))
     untrained = names["Denoiser"]().init(jax.random.key(0), x, t)
     assert names["loss"] < names["loss_fn"](untrained, names["x"], KEY) / 2
@@ -160,7 +169,7 @@ def test_diffusion_learns_and_samples_from_the_average():
 
 
 def test_diffusion_protects_the_average_from_a_nan_batch():
-    names = run("Diffusion with an average of the parameters")
+    names = run("diffusion")
     params, opt_state, average = (names[n] for n in ("params", "opt_state", "average"))
     step = functools.partial(names["step"], params, opt_state, average)
     new_params, new_state, new_average, loss = step(spoiled(names["x"]), KEY)
@@ -174,7 +183,7 @@ def test_diffusion_protects_the_average_from_a_nan_batch():
 
 
 def mesh_state():
-    names = run("A TrainState on a mesh")
+    names = run("train_state_on_mesh")
     init = jax.jit(names["init"], out_shardings=names["state_shardings"])
     return names, nn.unbox(init(names["key"]))
 

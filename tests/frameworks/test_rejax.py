@@ -1,4 +1,7 @@
-"""rejax, which has the losses, the optimizers and the loop inside."""
+"""rejax, which has the losses, the optimizers and the loop inside.
+
+Promised in docs/trainers.md.
+"""
 
 import functools
 import warnings
@@ -12,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.pages import run_section
+from helpers.pages import run_program
 
 with warnings.catch_warnings(action="ignore"):  # Of deprecated names of JAX.
     import rejax.algos.ppo as rejax_ppo
@@ -20,8 +23,8 @@ with warnings.catch_warnings(action="ignore"):  # Of deprecated names of JAX.
 
 @functools.cache
 def names():
-    """What the block of the page defines."""
-    return run_section("docs/frameworks.md", "rejax")
+    """What the program defines."""
+    return run_program("rejax_ppo")
 
 
 @functools.cache
@@ -29,7 +32,7 @@ def iterate():
     return jax.jit(names()["low"].train_iteration)
 
 
-def test_the_block_learns():
+def test_the_program_learns():
     returns = np.asarray(names()["returns"]).mean(axis=1)
     assert returns[-1] > 2 * returns[0]
 

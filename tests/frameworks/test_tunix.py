@@ -1,8 +1,9 @@
 """Tunix's own trainers, which differentiate the loss, log it and its gradient norm.
 
-Promised in docs/frameworks.md, "Tunix".
+Promised in docs/trainers.md.
 """
 
+import functools
 from unittest import mock
 
 import jax
@@ -22,7 +23,9 @@ from tunix.sft import peft_trainer, utils
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
+from helpers.pages import run_program
 
+run = functools.cache(run_program)
 BATCH, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 8
 POSITIONS = jnp.tile(jnp.arange(LENGTH), (BATCH, 1))
 CAUSAL = utils.make_causal_attn_mask(jnp.ones((BATCH, LENGTH), bool))
@@ -69,12 +72,20 @@ def loss_fn(model, tokens, mask):
     return jnp.mean(losses * mask[:, 1:])
 
 
-def train(loss_fn, tx, has_lora=False, bad=None, steps=STEPS, **config):
+def train(
+    loss_fn,
+    tx,
+    has_lora=False,
+    bad=None,
+    steps=STEPS,
+    trainer_class=peft_trainer.PeftTrainer,
+    **config,
+):
     """The trainer after its steps, with the losses and norms that it logged."""
     config = peft_trainer.TrainingConfig(
         eval_every_n_steps=STEPS, max_steps=steps, **config
     )
-    trainer = peft_trainer.PeftTrainer(make_model(has_lora), tx, config)
+    trainer = trainer_class(make_model(has_lora), tx, config)
     remember(trainer)
     trainer.with_gen_model_input_fn(
         lambda batch: {"tokens": batch.input_tokens, "mask": batch.input_mask}
@@ -126,6 +137,25 @@ def test_losses_and_norms_are_those_of_float32_until_a_nan_changes_no_bit(tx, ha
     np.testing.assert_allclose(low_norms[:-1], norms[:-1], rtol=2e-2)
     assert np.isnan([low_losses[-1], low_norms[-1]]).all()
     assert_skipped(trainer)
+
+
+def test_the_program_of_supervised_training_learns():
+    losses = run("tunix_sft")["losses"]
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["all", "LoRA"])
+def test_a_dynamic_scale_is_halved_by_a_nan_which_changes_no_bit(has_lora):
+    dynamic = run("tunix_dynamic_scale")["DynamicTrainer"]
+    tx, low = ols.loss_scaled(ADAM, grads_unscaled=True), ols.autocast(loss_fn)
+    _, losses, norms = train(loss_fn, ADAM, has_lora)
+    trainer, low_losses, low_norms = train(
+        low, tx, has_lora, bad=STEPS - 1, trainer_class=dynamic
+    )
+    np.testing.assert_allclose(low_losses[:-1], losses[:-1], rtol=2e-3)
+    np.testing.assert_allclose(low_norms[:-1], norms[:-1], rtol=2e-2)
+    assert_skipped(trainer)
+    assert ols.get_loss_scale(trainer.optimizer) == 2.0**14
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

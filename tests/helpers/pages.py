@@ -1,4 +1,4 @@
-"""Find and run the programs of a page."""
+"""Find and run the programs of a page, and those that pages include."""
 
 import contextlib
 import io
@@ -30,13 +30,29 @@ def run_section(page, heading):
     assert blocks, heading
     names = {"__name__": heading}
     for block in blocks:
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(compile(block, f"{page}: {heading}", "exec"), names)
-        print(output.getvalue(), end="")
-        shown = re.search(r"^(?:# .*\n)+\Z", block, re.M)
-        if shown:
-            assert_alike(output.getvalue(), re.sub("^# ", "", shown[0], flags=re.M))
+        run(block, f"{page}: {heading}", names)
     return names
+
+
+def run_program(name):
+    """Runs `examples/frameworks/<name>.py`; returns what it defines.
+
+    A program that ends with comments prints them.
+    """
+    path = ROOT / "examples" / "frameworks" / f"{name}.py"
+    names = {"__name__": name, "__file__": str(path)}
+    run(path.read_text(), str(path), names)
+    return names
+
+
+def run(program, path, names):
+    """Runs a program, and checks that it prints the comments at its end, if any."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, path, "exec"), names)
+    print(output.getvalue(), end="")
+    shown = re.search(r"^(?:# .*\n)+\Z", program, re.M)
+    if shown:
+        assert_alike(output.getvalue(), re.sub("^# ", "", shown[0], flags=re.M))
 
 
 def assert_alike(printed, shown):

@@ -1,4 +1,4 @@
-"""docs/guides/which_operation_overflowed.md: a fault is named, with line and cause."""
+"""docs/guides/debugging_a_skipped_step.md: a fault is named, with line and cause."""
 
 import math
 

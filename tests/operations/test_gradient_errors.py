@@ -1,4 +1,4 @@
-"""docs/guides/which_operation_overflowed.md, "Is the gradient right?"."""
+"""docs/guides/debugging_a_skipped_step.md, "Is the gradient right?"."""
 
 import io
 

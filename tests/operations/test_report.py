@@ -1,4 +1,4 @@
-"""docs/guides/which_operation_overflowed.md: what is printed about operations."""
+"""docs/guides/debugging_a_skipped_step.md: what is printed about operations."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""docs/reference/diagnostics.md, "The arrays of a pytree": the numbers beside NumPy."""
+"""`ols.diagnostics` on any pytree: the numbers beside NumPy."""
 
 import functools
 import io

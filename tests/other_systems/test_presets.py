@@ -1,7 +1,7 @@
 """Each preset follows its system, step by step, under the system's own names.
 
-Promised in docs/reference/presets.md. `data/README.md` says how the trajectories of the
-real systems were recorded.
+Promised in the docstrings of `ols.presets`. `data/README.md` says how the trajectories
+of the real systems were recorded.
 """
 
 import json

@@ -192,7 +192,7 @@ def test_parameters_and_scale_follow_torch(trajectory):
 
 @pytest.mark.parametrize("trajectory", SHARED)
 def test_two_optimizers_under_one_scale_follow_torch(trajectory):
-    # docs/migration/pytorch.md, "Several optimizers under one scaler".
+    # docs/migration/pytorch.md, "Several optimizers".
     rule = ols.presets.torch(**trajectory["config"])
     skips_alone = lenient(optax.apply_if_finite(torch_inner(trajectory), 2**31 - 1))
 

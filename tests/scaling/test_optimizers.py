@@ -8,10 +8,10 @@ import optax.contrib
 import pytest
 
 import optax_lossscale as ols
+import sketch_for_optax
 from helpers.cases import slow_except
 from helpers.compare import assert_same_bits, assert_within_ulp, types
-from helpers.inner import lenient, standard_promotion
-from helpers.pages import run_section
+from helpers.inner import lenient
 
 SCALE = 2.0**10
 PARAMS = {
@@ -135,11 +135,11 @@ def test_a_line_search_whose_state_is_weakly_typed_compiles_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "chained", "plateau"])
 def test_the_sketch_for_optax_takes_the_steps_of_the_bare_optimizer(name):
-    with standard_promotion():
-        heading = "What `optax.contrib` would need"
-        sketch = run_section("docs/for_maintainers.md", heading)["loss_scaled"]
     bare, grads = optimizer(name), jax.grad(loss_fn)(PARAMS)
-    tx, extra = lenient(sketch(bare, SCALE)), extra_args(name, PARAMS)
+    tx, extra = (
+        lenient(sketch_for_optax.loss_scaled(bare, SCALE)),
+        extra_args(name, PARAMS),
+    )
     first = tx.init(PARAMS)
     scaled = jax.tree.map(lambda g: g * SCALE, grads)
     updates, good = tx.update(scaled, first, PARAMS, **extra)
