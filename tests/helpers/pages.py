@@ -16,43 +16,20 @@ def cells_of(text):
     return re.findall(r"^```{code-cell}\n(?::[^\n]*\n)*(.*?)^```$", text, re.M | re.S)
 
 
-def run_section(page, heading):
-    """Runs the Python blocks under a heading of level 2; returns what they define.
-
-    A block that ends with comments prints them.
-    """
-    text = (ROOT / page).read_text()
-    section = re.search(
-        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S
-    )
-    fence = r"^```(?:python|\{code-cell\})\n(.*?)^```"
-    blocks = re.findall(fence, section.group(1), re.M | re.S)
-    assert blocks, heading
-    names = {"__name__": heading}
-    for block in blocks:
-        run(block, f"{page}: {heading}", names)
-    return names
-
-
 def run_program(name):
     """Runs `examples/frameworks/<name>.py`; returns what it defines.
 
     A program that ends with comments prints them.
     """
     path = ROOT / "examples" / "frameworks" / f"{name}.py"
-    names = {"__name__": name, "__file__": str(path)}
-    run(path.read_text(), str(path), names)
-    return names
-
-
-def run(program, path, names):
-    """Runs a program, and checks that it prints the comments at its end, if any."""
+    text, names = path.read_text(), {"__name__": name, "__file__": str(path)}
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(compile(program, path, "exec"), names)
+        exec(compile(text, str(path), "exec"), names)
     print(output.getvalue(), end="")
-    shown = re.search(r"^(?:# .*\n)+\Z", program, re.M)
+    shown = re.search(r"^(?:# .*\n)+\Z", text, re.M)
     if shown:
         assert_alike(output.getvalue(), re.sub("^# ", "", shown[0], flags=re.M))
+    return names
 
 
 def assert_alike(printed, shown):
