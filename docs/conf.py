@@ -6,6 +6,8 @@ import shutil
 import sys
 import tomllib
 
+from jupyter_cache import get_cache
+
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE / "_extensions"))
 
@@ -98,6 +100,8 @@ suppress_warnings = ["intersphinx.external"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
+nb_execution_cache_path = str(HERE / "_build/.jupyter_cache")
+_ = get_cache(nb_execution_cache_path).db  # Made here, or parallel builds would race.
 nb_execution_excludepatterns = ["notebooks/*"]
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
@@ -130,6 +134,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("search.js", {"priority": 900, "defer": "defer"})]
 html_copy_source = False
 html_use_index = False  # The search finds its entries.
 html_theme_options = {

@@ -2,9 +2,12 @@
 
 Nothing here imports `optax_lossscale`, so that it can be copied, under Apache 2.0. It
 has the classic rule alone, and masks the state at the end of the step, which XLA fuses
-on a GPU; on a CPU this takes four to five times as long as the masks of
-`ols.loss_scaled` (benchmarks/results/step_overhead.md). A test compares the two:
+on a GPU; on a CPU this takes about five times as long as the masks of
+`ols.loss_scaled` (benchmarks/results/optimizations.md). A test compares the two:
 `tests/integration/test_sketch_for_optax.py`.
+
+`optax.apply_if_finite` cannot do it. It never unscales, has no scale to adjust, and
+applies a bad step after some in a row.
 
 Why it is as it is:
 
@@ -43,8 +46,9 @@ class LossScaledState(NamedTuple):
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """Casts to float32, unless the dtype is as wide already, or complex."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """Casts floating arrays to float32, unless they are as wide already."""
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
 
 
 def loss_scaled(
@@ -71,7 +75,7 @@ def loss_scaled(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        scale = state.loss_scale
+        scale, skipped = state.loss_scale, state.total_notfinite
         grads = jax.tree.map(lambda g: wide(g) / scale, updates)
         leaves = jax.tree.leaves(grads)
         finite = jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
@@ -92,7 +96,7 @@ def loss_scaled(
             jnp.where(finite, larger, smaller),
             jnp.where(grows, 0, count),
             finite,
-            state.total_notfinite + ~finite,
+            jnp.where(finite, skipped, optax.safe_increment(skipped)),
             inner_state,
         )
 

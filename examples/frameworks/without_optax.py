@@ -48,8 +48,9 @@ def step(state, x, y):
     grads = ols.unscale(scaled_grads, state)  # Log and clip these.
     finite = ols.all_finite(grads)
     new = adam(state, grads)
-    new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)  # Or skip.
-    return new._replace(loss_scale=rule.adjust(state.loss_scale, finite)), loss
+    loss_scale = rule.adjust(state.loss_scale, finite)
+    new = ols.where_applied(loss_scale, new[:4], state[:4])  # Or skip.
+    return State(*new, loss_scale), loss
 
 
 x = jax.random.normal(jax.random.key(0), (256, 4))

@@ -63,9 +63,9 @@ def autocast(
     Products of float32 operands round them to `dtype`, the *low* dtype, and so do the
     products of their gradients. Everything else stays as it is written.
 
-    * *Left in float32* is a product that asks for it (`precision=HIGHEST`, as
-      `jnp.linalg` does), one whose sums have a single term, an inner product, in which
-      neither factor has an axis of its own, and what `high` or `full_precision` names.
+    * *Some products stay in float32*: those that ask for it (`precision=HIGHEST`, as
+      `jnp.linalg` does), those whose sums have a single term, inner products (neither
+      factor has an axis of its own), and those that `high` or `full_precision` names.
       `autocast_report` lists all products and says why.
     * *Results* of products are rounded to `dtype` too, so float16 overflows at 65504.
     * *Gradients* of parameters are float32 sums. Those of what depends on the result of

@@ -79,8 +79,8 @@ def loss_scaled(
     Guide: https://optax-lossscale.github.io/optax_lossscale/guides/accumulation_and_clipping.html
 
     Args:
-      inner: The optimizer. None makes a link for `optax.chain`, which zeroes the
-        gradients of a bad step, but the links after it still decay weights and count.
+      inner: The optimizer. (None makes a link for `optax.chain`, which only zeroes the
+        gradients of a bad step: the links after it still decay weights and count.)
       loss_scale: The rule. None is `dynamic_loss_scale()`.
       axis_name: The axis of `pmap`, `vmap` or `shard_map`, or a tuple of axes, whose
         devices skip a step together. Without it their parameters may drift apart. Leave

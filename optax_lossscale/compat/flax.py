@@ -72,9 +72,9 @@ class DynamicScale(struct.PyTreeNode):
 
     * In `shard_map` with its default `check_vma=True`, `axis_name` averages gradients
       as it does in `pmap`, in float32. Flax returns their sum. (Name all axes over
-      which the batch is split, and do not call `pcast`.)
+      which the batch is split. `pcast` is not needed.)
     * The loss is what the function returned, in float32 or wider. In Flax it passes
-      through the scale, so a float16 loss of 3 overflows in the first step.
+      through the scale, and a float16 loss is NaN at a scale of `2**16`.
     * Gradients in float64 and complex gradients keep their dtype. Flax casts them to
       float32.
     * The scale stays within `[2**-126, 2**126]`. Flax lets it fall to 0, and rise to

@@ -5,6 +5,8 @@ import re
 import tomllib
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import optax_lossscale as ols
@@ -50,6 +52,32 @@ def test_every_name_of_the_package_on_a_page_exists():
     for path in project_files("README.md", "docs/**/*.md"):
         for name in re.findall(r"`ols\.([A-Za-z_][\w.]*)", path.read_text()):
             operator.attrgetter(name.rstrip("."))(ols)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "page", ["index.md", "troubleshooting.md", "guides/logging.md"]
+)
+def test_each_block_that_continues_a_training_step_runs(page):
+    class Logger:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: self
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params) ** 2)
+
+    params, batch = jnp.ones((3, 1)), jnp.ones((4, 3))
+    tx = ols.loss_scaled(optax.adam(1e-3))
+    opt_state = tx.init(params)
+    loss, grads = ols.scaled_value_and_grad(loss_fn, opt_state)(params, batch)
+    names = {"ols": ols, "jnp": jnp, "wandb": Logger(), "writer": Logger(), "number": 1}
+    names |= {"loss_fn": loss_fn, "params": params, "batch": batch, "tx": tx}
+    names |= {"opt_state": opt_state, "loss": loss, "grads": grads}
+    names["metrics"] = ols.loss_scale_metrics(opt_state)
+    text = (DOCS / page).read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert ols.find_loss_scale_state(names["opt_state"]).total_notfinite == 0
 
 
 def anchors(path):
@@ -111,7 +139,7 @@ FIGURE = r"(?<![\w.])\d+\.\d+(?:e-\d+)?(?![\w.]*\d)"
         ("guides/reinforcement_learning.md", ""),
         ("guides/choosing_a_rule.md", "Evidence"),
         ("troubleshooting.md", "It is slower than before"),
-        ("../README.md", "Limits"),
+        ("../README.md", "Do I need it?"),
     ],
 )
 def test_figures_in_prose_stand_on_the_pages_that_it_links_to(page, heading):

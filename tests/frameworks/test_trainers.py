@@ -1,6 +1,6 @@
 """Steps that clip and log by hand, and programs that take gradients themselves.
 
-Promised in docs/trainers.md and docs/guides/without_optax.md.
+Promised in docs/trainers.md and two guides, without_optax.md and own_gradients.md.
 """
 
 import functools
@@ -180,7 +180,7 @@ def test_adam_by_hand_is_that_of_optax_and_goes_on_from_a_checkpoint():
 @functools.cache
 def guide():
     """What the cells of the guide define."""
-    text = (ROOT / "docs/guides/without_optax.md").read_text()
+    text = (ROOT / "docs/guides/own_gradients.md").read_text()
     names = {}
     exec("\n".join(cells_of(text)), names)
     return names

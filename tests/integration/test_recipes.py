@@ -14,7 +14,6 @@ import pytest
 from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
-from helpers.cases import slow_except
 from helpers.compare import assert_same_bits, assert_within_ulp
 from helpers.files import ROOT
 from helpers.inner import standard_promotion
@@ -168,50 +167,6 @@ def test_a_train_state_is_repeated_in_a_scan():
     state, _ = jax.lax.scan(lambda s, batch: repeated(step)(s, *batch), state, batches)
     assert scale_and_counts(state) == (2.0**13, 5, 2, 0)
     assert state.opt_state.inner_state[0].count == 3
-
-
-# The same kind of batch is skipped again and again.
-
-
-def share_skipped(rule, period, **settings):
-    return functions_of(SKIPPED)["simulate"](rule, period, **settings)[0]
-
-
-# After a skip the count begins anew, and the scale is halved. By hand: with 2000 steps
-# to a growth, it grows on every second rare batch, so that every third overflows; if
-# they are further apart, it has always grown back. With 20,000, batch 21, 42, ... of
-# those in 1000 overflows, and of those in 5000 every fifth.
-@pytest.mark.parametrize(
-    ("growth_interval", "period", "skipped"),
-    slow_except(
-        [(2000, 1000, 33)],
-        [(2000, 1000, 33), (2000, 5000, 20), (20_000, 1000, 4), (20_000, 5000, 4)],
-    ),
-)
-def test_the_default_rule_skips_the_rare_batches_that_the_page_says(
-    growth_interval, period, skipped
-):
-    rule = ols.dynamic_loss_scale(growth_interval=growth_interval)
-    np.testing.assert_allclose(
-        share_skipped(rule, period), skipped / (100_000 / period), rtol=1e-5
-    )
-
-
-CASES = {
-    # It fades by 4 bits in 2400 steps, which is more than the bit that a skip costs.
-    "headroom": (ols.headroom_loss_scale(), 0, 1),
-    "max_scale": (ols.dynamic_loss_scale(max_scale=2.0**15), 0, 0),
-    "repeated": (ols.dynamic_loss_scale(), 10, 0),
-    "margin_bits": (ols.headroom_loss_scale(margin_bits=7), 0, 0),
-    "headroom, repeated": (ols.headroom_loss_scale(), 10, 0),
-}
-
-
-@pytest.mark.parametrize("name", slow_except({"headroom"}, CASES))
-def test_the_headroom_rule_skips_all_rare_batches_and_each_remedy_none_of_them(name):
-    rule, repeats, skipped = CASES[name]
-    share = share_skipped(rule, 1000, repeats=repeats, steps=20_000)
-    assert share == skipped
 
 
 # A program that measures gradients, guards against NaN, and counts steps.
