@@ -137,6 +137,7 @@ html_css_files = ["site.css"]
 html_js_files = [("search.js", {"priority": 900, "defer": "defer"})]
 html_copy_source = False
 html_use_index = False  # The search finds its entries.
+html_domain_indices = False
 html_theme_options = {
     "repository_url": repository,
     "repository_branch": "main",

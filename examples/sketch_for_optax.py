@@ -21,8 +21,8 @@ Why it is as it is:
   although devices took different branches (https://github.com/jax-ml/jax/issues/40823).
 * The inner state is masked too, or one NaN would stay in Adam's moments for ever.
 * Without a floor and a cap the scale reaches 0 or infinity, and training ends silently.
-* Accumulation goes inside, `loss_scaled(optax.MultiSteps(...))`, or one NaN would stay
-  in the accumulator.
+* Accumulation goes inside, `loss_scaled(optax.MultiSteps(...))`, or the scale would not
+  fall for a NaN, which stays in the accumulator unless `skip_not_finite` is passed.
 * All scalars of the state are strongly typed, and moments are float32 from the start,
   or the step would be compiled twice.
 """
@@ -85,7 +85,7 @@ def loss_scaled(
         new_updates, inner_state = inner.update(
             grads, state.inner_state, jax.tree.map(wide, params), **extra_args
         )
-        # Adding -0.0 changes no bit of any parameter.
+        # Adding -0.0 changes no bit of a parameter (XLA on CPU flushes subnormals).
         new_updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0), new_updates)
         inner_state = optax.tree.where(finite, inner_state, state.inner_state)
         count = jnp.where(finite, state.growth_count + 1, 0)

@@ -19,6 +19,7 @@ class DynamicTrainer(PeftTrainer):
     """A trainer whose loss is scaled by the scale in the state of its optimizer."""
 
     def _train_step(self, model, optimizer, inputs):
+        # A copy: the next trace, and evaluation, need the loss without a scale.
         scaled = copy.copy(self)
         scaled.loss_fn = ols.scaled_backward(self.loss_fn, optimizer)
         return super(DynamicTrainer, scaled)._train_step(model, optimizer, inputs)

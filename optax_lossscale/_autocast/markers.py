@@ -34,7 +34,8 @@ def full_precision(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Guide: https://optax-lossscale.github.io/optax_lossscale/guides/autocast.html
 
     Args:
-      fun: Any function, such as a layer or a loss; as a decorator, also a method.
+      fun: Any function, such as a loss; as a decorator, also a method. Do not store the
+        result in a model, in place of a layer: its parameters would not be trained.
 
     Returns:
       The same function inside a `jax.named_scope` that `autocast` recognizes.

@@ -76,7 +76,7 @@ def loss_scaled(
     updates, are float32 or wider (under `no_loss_scale`, as they are without this
     wrapper).
 
-    Guide: https://optax-lossscale.github.io/optax_lossscale/guides/accumulation_and_clipping.html
+    Guide: https://optax-lossscale.github.io/optax_lossscale/quick_start.html
 
     Args:
       inner: The optimizer. (None makes a link for `optax.chain`, which only zeroes the

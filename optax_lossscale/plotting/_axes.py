@@ -12,10 +12,10 @@ COLORS = (RED, BLUE, GREEN, ORANGE, PURPLE, SKY, BLACK)
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": BLACK, "linewidth": 6, "alpha": 0.25},
     {"color": RED, "linewidth": 1.5},
-    {"color": ORANGE, "linewidth": 1.5},
+    {"color": PURPLE, "linewidth": 1.5},
     {"color": BLUE, "linewidth": 1.5, "linestyle": "--"},
     {"color": GREEN, "linewidth": 1.5, "linestyle": ":"},
-    {"color": PURPLE, "linewidth": 1.5, "linestyle": "-."},
+    {"color": ORANGE, "linewidth": 1.5, "linestyle": "-."},
     {"color": SKY, "linewidth": 1.5, "linestyle": (0, (8, 2))},
 )
 
