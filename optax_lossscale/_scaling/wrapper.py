@@ -97,7 +97,8 @@ def loss_scaled(
       ones, such as `grad=unscale(grads, opt_state)` for a line search. It has three
       more:
 
-      * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: False means an overflow.
+      * `grads_finite`, `bool[]`, such as `jnp.isfinite(loss)`: beside the check, False
+        means an overflow, too.
       * `accept`, `bool[]`, such as `loss < 3 * usual_loss`: False skips the step under
         every rule. The scale stays, unless the gradients overflow too.
       * `grads_unscaled`: True if you have called `unscale` on the gradients. A clip by

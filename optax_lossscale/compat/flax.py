@@ -65,8 +65,9 @@ class DynamicScale(struct.PyTreeNode):
 
     `loss_scaled` needs no selects, and `to_state` carries a run over to it. The scale
     follows `presets.flax`. While it is a power of two, all numbers are those of Flax to
-    the bit. Checkpoints can be restored from either class into the other. They hold
-    `fin_steps` and `scale`, and the settings are those of the target.
+    the bit (under `jit`, up to the last bits). Checkpoints can be restored from either
+    class into the other. They hold `fin_steps` and `scale`, and the settings are those
+    of the target.
 
     **Departures** where Flax is wrong:
 
