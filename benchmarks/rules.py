@@ -281,11 +281,9 @@ def plot(traces: dict[str, Trace], runs: Runs, file: pathlib.Path) -> None:
         for name, style in COMPARED.items():
             scales, applied = (array[0] for array in runs[name][kind])
             label = f"{style['label']}: {np.sum(~applied)} skipped"
+            steps = np.arange(len(scales))
             ax.step(
-                np.arange(len(scales)),
-                np.log2(scales),
-                where="post",
-                **style | {"label": label},
+                steps, np.log2(scales), where="post", color=style["color"], label=label
             )
         ax.set_title(kind, loc="left")
         ax.set(xlabel="step", ylabel="log2 of scale")

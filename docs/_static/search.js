@@ -1,7 +1,6 @@
 // Sphinx's search, in three ways closer to what people type and expect.
 if (typeof Search !== "undefined") {
   const PAGE = 0, TITLE = 1, SCORE = 4;
-  const byScore = (results) => results.sort((a, b) => a[SCORE] - b[SCORE]); // The best is last.
 
   // If no page has all words, pages that have most of them are shown. A page is listed
   // once, and tables of measurements come last.
@@ -19,10 +18,10 @@ if (typeof Search !== "undefined") {
       const key = `${result[PAGE]} ${result[TITLE]}`;
       const other = pages.get(key)?.[SCORE] ?? 0;
       const own = result[PAGE].startsWith("results/") ? result[SCORE] / 10 : result[SCORE];
-      const score = hasAll ? Math.max(own, other) : own + other;
-      if (own >= other || !hasAll) pages.set(key, result.with(SCORE, score));
+      if (hasAll && own < other) continue;
+      pages.set(key, result.with(SCORE, hasAll ? own : own + other));
     }
-    return byScore([...pages.values()]);
+    return [...pages.values()].sort((a, b) => a[SCORE] - b[SCORE]); // The best is last.
   };
 
   // Excerpts show the article. The theme's <main>, which Sphinx would read, also holds

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import optax_lossscale as ols
-from helpers.files import ROOT
+from helpers.files import ROOT, project_files
 from helpers.inner import standard_promotion
 from helpers.pages import cells_of
 
 slow = pytest.mark.slow  # These tests run the programs of a page.
-PAGES = ["pytorch", "flax_and_jmp", "keras", "other_systems"]
+PAGES = [path.stem for path in project_files("docs/migration/*.md")]
 # Code that is to be typed, and not a word of another system or of a remark.
 TO_TYPE = r"`((?:from |repr\(|(?:ols|optax|compat|tx|rule|state|opt_state)\.).+?)`"
 

@@ -112,6 +112,8 @@ def test_every_file_has_the_addresses_of_pyproject():
         assert {*re.findall(rf"{host}/([\w.-]+/optax_lossscale)\b", text)} <= {slug}
         sites = re.findall(r"https://[\w-]+\.github\.io/optax_lossscale/", text)
         assert {*sites} <= {project["urls"]["Documentation"]}, path
+        for page in re.findall(r"\.github\.io/optax_lossscale/([\w/]+)\.html", text):
+            assert (DOCS / f"{page}.md").exists(), (path, page)
         for file in re.findall(rf"{slug}/(?:blob|tree)/main/([\w./-]*\w)", text):
             assert (ROOT / file).exists(), (path, file)
 

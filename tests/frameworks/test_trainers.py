@@ -16,8 +16,7 @@ from jax.flatten_util import ravel_pytree
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits
-from helpers.files import ROOT
-from helpers.pages import cells_of, run_program
+from helpers.pages import program_of, run_program
 from helpers.steps import assert_nothing_but_the_scale_changed
 
 run = functools.cache(run_program)
@@ -180,9 +179,8 @@ def test_adam_by_hand_is_that_of_optax_and_goes_on_from_a_checkpoint():
 @functools.cache
 def guide():
     """What the cells of the guide define."""
-    text = (ROOT / "docs/guides/own_gradients.md").read_text()
     names = {}
-    exec("\n".join(cells_of(text)), names)
+    exec(program_of("guides/own_gradients.md"), names)
     return names
 
 

@@ -16,6 +16,14 @@ def cells_of(text):
     return re.findall(r"^```{code-cell}\n(?::[^\n]*\n)*(.*?)^```$", text, re.M | re.S)
 
 
+def program_of(page, heading=""):
+    """The program of a page in docs, or of its section under a heading of level 2."""
+    text = (ROOT / "docs" / page).read_text()
+    if heading:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return "\n".join(cells_of(text))
+
+
 def run_program(name):
     """Runs `examples/frameworks/<name>.py`; returns what it defines.
 

@@ -15,20 +15,11 @@ from flax.training.train_state import TrainState
 
 import optax_lossscale as ols
 from helpers.compare import assert_same_bits, assert_within_ulp
-from helpers.files import ROOT
 from helpers.inner import standard_promotion
-from helpers.pages import cells_of
+from helpers.pages import program_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SKIPPED = "guides/debugging_a_skipped_step.md"
-
-
-def program_of(page, heading=""):
-    """The program of a page, or of its section under a heading of level 2."""
-    text = (ROOT / "docs" / page).read_text()
-    if heading:
-        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return "\n".join(cells_of(text))
 
 
 @functools.cache
