@@ -117,7 +117,7 @@ if _typing.TYPE_CHECKING:  # At run time `__getattr__` loads them.
     from optax_lossscale._autocast.report import autocast_report
     from optax_lossscale._autocast.transform import autocast
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __all__ = [
     "LossScale",
