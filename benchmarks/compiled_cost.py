@@ -55,7 +55,6 @@ def rows_of(
                 "/ limit": f"{own.moved / limit:.3f}",
                 "kernels more": str(own.kernels - bare.kernels),
                 "temporary MB more": f"{temporaries / 1e6:.1f}",
-                "compile time": f"{own.compile_s / bare.compile_s:.2f}",
             }
         )
     return rows

@@ -14,6 +14,7 @@ from flax import nnx
 import optax_lossscale as ols
 from helpers.cases import slow_except
 from helpers.compare import assert_same_bits
+from helpers.compat import IS_JAX_0_7
 from helpers.inner import standard_promotion
 from helpers.modules import ROWS, Net, arrays_of, assert_same_state, mean_square
 from optax_lossscale._ground.tree import are_same
@@ -103,6 +104,7 @@ CLOSED_OVER = {
 }
 
 
+@pytest.mark.skipif(IS_JAX_0_7, reason="Flax 0.12.0 lets it change")
 @pytest.mark.parametrize("name", CLOSED_OVER)
 def test_a_changed_module_must_be_an_argument_of_every_transformation(name):
     model = Net()
