@@ -54,7 +54,7 @@ def scaled_backward(
     Args:
       fun: A function of any pytrees that returns a loss, or any pytree of arrays from
         which a loss is computed. It may be given modules of `flax.nnx`, and what it
-        changes in them reaches them. (Each transformation around it, such as `vmap`,
+        changes in their variables, but for `nnx.Param`, reaches them. (Each transformation around it, such as `vmap`,
         must be given them as arguments, too.)
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.

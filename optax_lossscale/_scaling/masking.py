@@ -34,8 +34,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
     Args:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.
-      new: A pytree of arrays of any shape and dtype. Leaves that are not arrays
-        are returned as they are. NNX modules and variables in it are changed in place:
+      new: A pytree of arrays of any shape and dtype. Leaves that are neither arrays nor
+        numbers are returned as they are. NNX modules and variables in it are changed in place:
         after a skipped step they have their old values again.
       old: A pytree of the same structure and shapes.
 
@@ -44,8 +44,9 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
 
     Raises:
       ValueError: If `state` holds no `LossScaleState`, or several (the message says how
-        to pick one), if `new` holds one, if `new` and `old` differ in structure or
-        shape, or if they share an `nnx.Variable`, whose old value is then lost.
+        to pick one), if `new` holds one, if `new` and `old` differ in structure,
+        or if they share an `nnx.Variable`, whose old value is then lost.
+      TypeError: If `new` and `old` differ in shape.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols

@@ -76,7 +76,8 @@ def loss_scale_optimizer(
 
     Args:
       inner_optimizer: The optimizer: anything with `init` and `update`.
-      initial_scale: As in `presets.keras`. None means `2**15`.
+      initial_scale: As in `presets.keras`. None means `2**15`; needed if `dynamic` is
+        False.
       dynamic_growth_steps: As in `presets.keras`. None means 2000.
       dynamic: Whether the scale changes. If False, it stays at `initial_scale`.
       weight_decay: Decoupled weight decay per unit of learning rate, at least 0. An
