@@ -64,8 +64,10 @@ def headroom_loss_scale(
         nonfinite:  peak = 2 * peak, or 2 * max(recent) if there is no peak
         s = 2**floor(log2(finfo(dtype).max / max(recent, peak)) - margin_bits)
 
-    within the bounds. Two cases differ:
+    within the bounds. Three cases differ:
 
+    * An overflow at the upper bound, or before a magnitude is known, takes the peak
+      from the scale, and so halves it.
     * In a row of nonfinite steps, each one after the first keeps the peak and divides
       the scale by `2**8`, until a finite step restores the formula. So a sudden rise of
       the gradients costs few skips.
