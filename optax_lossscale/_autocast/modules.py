@@ -98,7 +98,7 @@ def trace_call(
                 results = fun(*args, **kwargs)
             finally:
                 new_entries = list(map(_take_arrays, boxes, old_entries))
-            changes = _changes(inside, graph, state)
+            changes = changes_of(inside, graph, state)
             return results, changes, list(map(_variables_of, scopes)), new_entries
 
     traced = trace(pure, others, state)
@@ -206,7 +206,7 @@ def _merge(graph: Any, state: Any) -> list[Any]:
     return merged
 
 
-def _changes(modules: list[Any], graph: Any, state: Any) -> Any:
+def changes_of(modules: list[Any], graph: Any, state: Any) -> Any:
     """The variables that a call has changed, as `nnx.update` writes them."""
     if graph is None:
         return None

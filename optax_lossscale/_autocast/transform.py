@@ -207,8 +207,8 @@ def _explain_errors(settings: Settings) -> Iterator[None]:
         error.add_note(
             "`autocast` traces the function, and loses what it writes into objects "
             "that are not its arguments, such as a module of `flax.linen` in a "
-            "closure. Pass the object as an argument, or wrap the model in place of "
-            "the loss."
+            "closure. Return what it writes, pass modules as arguments, or wrap the "
+            "model, such as `model.apply`, in place of the loss."
         )
         raise
     except (TypeError, ValueError) as error:

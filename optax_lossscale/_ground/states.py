@@ -27,7 +27,7 @@ class LossScaleState(NamedTuple):
     * `last_finite` is True exactly when `notfinite_count == 0`;
     * `notfinite_count <= total_notfinite <= step_count`;
     * every field is strongly typed, keeps its dtype, and has a buffer of its own, so
-      that states can be donated.
+      that states can be donated (and the verdict that `adjust` was given with them).
 
     Attributes:
       loss_scale: `f32[]`, dimensionless. The factor for the next loss.

@@ -13,11 +13,12 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
+from optax_lossscale._autocast.modules import changes_of
 from optax_lossscale._ground.checks import check_scale
 from optax_lossscale._ground.nnx import flax_nnx, is_module, map_leaves, modules_of
 from optax_lossscale._ground.tree import is_floating
 from optax_lossscale._ground.types import PyTree
-from optax_lossscale._scaling.mistakes import warn_if_constant, warn_of_order
+from optax_lossscale._scaling.mistakes import warn_if_constant
 from optax_lossscale._scaling.scale import scale_leaves, unscale_leaves
 from optax_lossscale._scaling.state import get_loss_scale
 
@@ -54,8 +55,8 @@ def scaled_backward(
     Args:
       fun: A function of any pytrees that returns a loss, or any pytree of arrays from
         which a loss is computed. It may be given modules of `flax.nnx`, and what it
-        changes in their variables, but for `nnx.Param`, reaches them. (Each transformation around it, such as `vmap`,
-        must be given them as arguments, too.)
+        changes in their variables reaches them. (Each transformation around it, such as
+        `vmap`, must be given them as arguments, too.)
       loss_scale: A number from `2**-126` to `2**126`, or a `LossScaleState`, or any
         pytree that holds exactly one.
 
@@ -68,7 +69,8 @@ def scaled_backward(
         argument of less than 32 bits is differentiated (its gradient would be flushed
         when the scale is divided out), for a second derivative (which would be divided
         by the scale twice), and for forward mode.
-      ValueError: If `loss_scale` is out of range, or holds no `LossScaleState`.
+      ValueError: If `loss_scale` is out of range, or holds no `LossScaleState`; from
+        the function that is returned, if it sets an attribute or a mode of a module.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lossscale as ols
@@ -85,7 +87,6 @@ def scaled_backward(
     if is_number and not isinstance(loss_scale, jax.core.Tracer):
         loss_scale = np.float32(check_scale("loss_scale", loss_scale))
     elif not is_number:
-        warn_of_order(loss_scale)
         get_loss_scale(loss_scale)  # Raises here rather than at the first call.
 
     @functools.wraps(fun)
@@ -96,11 +97,13 @@ def scaled_backward(
         s = jnp.asarray(s, jnp.float32)
         given = args, kwargs
         copies = map_leaves(lambda leaf: _with_cotangents(leaf, s, "unscale"), given)
+        modules = modules_of(copies)
+        graph, state = flax_nnx().split(modules) if modules else (None, None)
+        state = jax.tree.map(lambda leaf: leaf, state)  # `fun` changes its variables.
         results = fun(*copies[0], **copies[1])
-        for module, copy in zip(modules_of(given), modules_of(copies), strict=True):
-            nnx = flax_nnx()
-            changed = nnx.state(copy, nnx.Not(nnx.Param))
-            nnx.update(module, _with_cotangents(changed, s, "scale"))
+        if changes := changes_of(modules, graph, state):
+            changes = _with_cotangents(changes, s, "scale")
+            flax_nnx().update(modules_of(given), changes)
         return map_leaves(lambda leaf: _with_cotangents(leaf, s, "scale"), results)
 
     return same_fun

@@ -49,6 +49,7 @@ def scaled_value_and_grad(
       statistics, reaches the module.
     * Of any other tree the floating and complex arrays, and in lists, tuples and dicts
       also Python floats. All other leaves are held fixed, and get None as gradients.
+      (Beside an `nnx.Module` they are those that `nnx.value_and_grad` allows.)
 
     Guide: https://optax-lossscale.github.io/optax_lossscale/guides/flax_and_equinox.html
 
@@ -72,8 +73,9 @@ def scaled_value_and_grad(
         that is not a scalar.
 
     Warns:
-      UserWarning: If something is around or before `loss_scaled` that must be inside,
-        or if the state is a constant of the jitted step.
+      UserWarning: If `optax.MultiSteps` or `optax.apply_if_finite` is around
+        `loss_scaled`, or a clip before it in an `optax.chain`; or if the state is a
+        constant of the jitted step.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols

@@ -95,7 +95,7 @@ def headroom_loss_scale(
     Returns:
       A `LossScale` that needs `grads_max`; its `rule_state` is a NamedTuple `(recent,
       peaks)` of `f32[recent]` and `f32[history]`. A scale set by `set_loss_scale` lasts
-      for one step.
+      until the next finite step.
 
     Raises:
       ValueError: If a setting is outside its range, or no power of two lies between the

@@ -35,8 +35,8 @@ def where_applied(state: PyTree, new: PyTree, old: PyTree) -> PyTree:
       state: What `update` returned, or any pytree that holds exactly one
         `LossScaleState`.
       new: A pytree of arrays of any shape and dtype. Leaves that are neither arrays nor
-        numbers are returned as they are. NNX modules and variables in it are changed in place:
-        after a skipped step they have their old values again.
+        numbers are returned as they are. NNX modules and variables in it are changed in
+        place: after a skipped step they have their old values again.
       old: A pytree of the same structure and shapes.
 
     Returns:

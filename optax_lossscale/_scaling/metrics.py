@@ -12,7 +12,6 @@ import optax
 from optax_lossscale._ground.checks import check_concrete, check_count
 from optax_lossscale._ground.tree import is_floating, strengthen
 from optax_lossscale._ground.types import PyTree, public
-from optax_lossscale._scaling.mistakes import warn_of_order
 from optax_lossscale._scaling.scale import unscale
 from optax_lossscale._scaling.state import find_loss_scale_state, get_loss_scale
 
@@ -59,9 +58,6 @@ def loss_scale_metrics(
       ValueError: If `tree` holds no `LossScaleState`, or several (the message says how
         to pick one).
 
-    Warns:
-      UserWarning: If something is around or before `loss_scaled` that must be inside.
-
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols
       >>> rule = ols.dynamic_loss_scale(1024.0)
@@ -77,7 +73,6 @@ def loss_scale_metrics(
       >>> ols.loss_scale_metrics(state, grads=scaled_grads)["grad_norm"]
       Array(5., dtype=float32)
     """
-    warn_of_order(tree)
     state = find_loss_scale_state(tree)
     skipped, steps = (
         count.astype(jnp.float32) for count in (state.total_notfinite, state.step_count)
@@ -124,8 +119,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
 
     Warns:
       UserWarning: If the scale is `2**-24` or less, the floor of the default rule,
-        after `max_consecutive` steps that were applied; or if `optax.MultiSteps` or
-        `optax.apply_if_finite` is around `loss_scaled`.
+        after `max_consecutive` steps that were applied.
 
     Example:
       >>> import optax_lossscale as ols
@@ -138,7 +132,6 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
       optax_lossscale.LossScaleStalledError: the last 1 steps ...
     """
     check_count("max_consecutive", max_consecutive)
-    warn_of_order(tree)
     state = find_loss_scale_state(tree)
     check_concrete(
         "tree", state, "Call `raise_if_stalled` on the state that the step returns."

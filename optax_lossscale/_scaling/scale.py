@@ -42,8 +42,9 @@ def scale(tree: PyTree, state: PyTree) -> PyTree:
       TypeError: If `tree` is a function, or holds arrays of other libraries.
 
     Warns:
-      UserWarning: If something is around or before `loss_scaled` that must be inside,
-        or if the state is a constant of the jitted function.
+      UserWarning: If `optax.MultiSteps` or `optax.apply_if_finite` is around
+        `loss_scaled`, or a clip before it in an `optax.chain`; or if the state is a
+        constant of the jitted function.
 
     Example:
       >>> import jax.numpy as jnp, optax_lossscale as ols

@@ -112,7 +112,8 @@ def loss_scaled(
       UserWarning: From `init`, if parameters in float16 have no masters. From `update`,
         if the same jitted function computed the gradients without the scale, or has
         unscaled them already. (It notices neither outside `jit`, nor across two
-        jitted functions, nor under rules that may keep the scale.)
+        jitted functions, nor under rules that may keep the scale, nor if the gradients
+        depend on a float scalar that may be the scale, such as a weight of the loss.)
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lossscale as ols

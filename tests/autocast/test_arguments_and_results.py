@@ -221,6 +221,4 @@ def test_what_is_lost_in_an_object_out_of_reach_is_explained():
     ols.autocast(fun)(square)
     with pytest.raises(jax.errors.UnexpectedTracerError, match="escape") as info:
         ols.autocast(fun)(square)
-    assert any(
-        "Pass the object as an argument" in note for note in info.value.__notes__
-    )
+    assert any("pass modules as arguments" in note for note in info.value.__notes__)

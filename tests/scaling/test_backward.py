@@ -195,6 +195,15 @@ def test_a_module_of_nnx_is_differentiated_and_changed_as_without():
     assert_close(run(NET_INSIDE), run(net_loss))
 
 
+def test_a_mode_that_the_function_sets_is_refused():
+    def fun(model):
+        model.eval()
+        return jnp.mean(model(X))
+
+    with pytest.raises(ValueError, match=r"would be lost: 'norm.use_running_average'"):
+        ols.scaled_backward(fun, 2.0**10)(Net())
+
+
 class Weight(nnx.Module):
     def __init__(self, value=3.0):
         self.w = nnx.Param(jnp.float32(value))
@@ -205,7 +214,21 @@ class Weight(nnx.Module):
         return self.w[...] ** 2 * x
 
 
+class Halved(Weight):
+    """It sets its own parameter, as `nnx.SpectralNorm` does."""
+
+    def __call__(self, x):
+        self.w[...] = self.w[...] / 2
+        return self.w[...] * x
+
+
 TWO, ONE = jnp.float32(2.0), jnp.float32(1.0)
+
+
+def test_a_parameter_that_the_function_itself_sets_reaches_the_module():
+    model = Halved()
+    assert ols.scaled_backward(lambda model: model(TWO), SCALE)(model) == 3.0
+    assert model.w[...] == 1.5
 
 
 def through_two_calls(fun):
