@@ -93,8 +93,7 @@ def scaled_backward(
     def same_fun(*args: Any, **kwargs: Any) -> Any:
         if not is_number:
             warn_if_constant(loss_scale)
-        s = loss_scale if is_number else get_loss_scale(loss_scale)
-        s = jnp.asarray(s, jnp.float32)
+        s = jnp.float32(loss_scale if is_number else get_loss_scale(loss_scale))
         given = args, kwargs
         copies = map_leaves(lambda leaf: _with_cotangents(leaf, s, "unscale"), given)
         modules = modules_of(copies)

@@ -12,6 +12,7 @@ import optax
 from optax_lossscale._ground.checks import check_concrete, check_count
 from optax_lossscale._ground.tree import is_floating, strengthen
 from optax_lossscale._ground.types import PyTree, public
+from optax_lossscale._scaling.mistakes import warn_of_order
 from optax_lossscale._scaling.scale import unscale
 from optax_lossscale._scaling.state import find_loss_scale_state, get_loss_scale
 
@@ -119,7 +120,8 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
 
     Warns:
       UserWarning: If the scale is `2**-24` or less, the floor of the default rule,
-        after `max_consecutive` steps that were applied.
+        after `max_consecutive` steps that were applied; or if `optax.MultiSteps` or
+        `optax.apply_if_finite` is around `loss_scaled`.
 
     Example:
       >>> import optax_lossscale as ols
@@ -132,6 +134,7 @@ def raise_if_stalled(tree: PyTree, max_consecutive: int = 50) -> None:
       optax_lossscale.LossScaleStalledError: the last 1 steps ...
     """
     check_count("max_consecutive", max_consecutive)
+    warn_of_order(tree, may_clip=True)
     state = find_loss_scale_state(tree)
     check_concrete(
         "tree", state, "Call `raise_if_stalled` on the state that the step returns."

@@ -92,8 +92,11 @@ def _moves(state: LossScaleState) -> bool:
     return kind.__module__ == "optax_lossscale" and kind is not NoLossScaleRuleState
 
 
-def warn_of_order(state: PyTree) -> None:
-    """Warns of what is around or before `loss_scaled`, and belongs inside it."""
+def warn_of_order(state: PyTree, *, may_clip: bool = False) -> None:
+    """Warns of what is around or before `loss_scaled`, and belongs inside it.
+
+    True gradients may be clipped before it.
+    """
     for _, outer in find_by_type(state, (*_WRONG_OUTSIDE, LossScaledState)):
         # What a loss-scaled state holds is inside.
         if not isinstance(outer, LossScaledState) and _is_scaled(outer):
@@ -102,7 +105,7 @@ def warn_of_order(state: PyTree) -> None:
                 f"`{name}` must not be outside `loss_scaled`: {consequence}",
                 stacklevel=3,
             )
-    if _is_behind_clip(state):
+    if not may_clip and _is_behind_clip(state):
         warnings.warn(
             "nothing must be before `loss_scaled` in an `optax.chain`: it would see "
             "scaled gradients, and a clip would clip by the scale. (Write "

@@ -474,6 +474,7 @@ def test_a_wrapper_that_belongs_inside_is_warned_of_where_the_state_is_seen(name
     for see in (
         lambda: ols.scaled_value_and_grad(loss_fn, state),
         lambda: ols.scale(jnp.float32(1.0), state),
+        lambda: ols.raise_if_stalled(state),
     ):
         with pytest.warns(UserWarning, match=f"`{name}` must not be outside") as caught:
             see()
@@ -514,7 +515,7 @@ def test_a_right_order_is_not_warned_of(tx):
 def test_true_gradients_may_be_clipped_before_loss_scaled():
     state = optax.chain(CLIP, ols.loss_scaled(grads_unscaled=True)).init(PARAMS)
     without_warning(ols.scaled_backward(loss_fn, state), PARAMS, X)
-    without_warning(ols.loss_scale_metrics, state)
+    without_warning(ols.raise_if_stalled, state)
 
 
 def test_the_state_of_another_optimizer_beside_it_is_no_chain():
